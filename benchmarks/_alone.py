@@ -1,4 +1,7 @@
-"""One benchmark at a time in a work folder: two would delete each other's outputs, and time each other."""
+"""One benchmark at a time in a work folder.
+
+Two would delete each other's outputs, and time each other.
+"""
 
 import argparse
 import sys

@@ -1,4 +1,7 @@
-"""Part a: schemes that need no forward pass, file to file, next to `cat` and `cp` of the same files in the same run."""
+"""Part a: schemes that need no forward pass, file to file.
+
+`cat` and `cp` of the same files stand beside them in the same run.
+"""
 
 import os
 import shutil
@@ -49,11 +52,8 @@ def files(commands: Commands, *, work: Path) -> tuple[dict[str, Any], list[Bar]]
 def _disk(weights: list[Path], work: Path) -> dict[str, Any]:
     """Time `cat` and `cp` of the weights, each from the disk where the page cache forgets them."""
     cold = evict(weights)
-    print(
-        "page cache: "
-        f"{'forgets the weights before each program' if cold else 'holds on to some of the weights'}",
-        flush=True,
-    )
+    state = "forgets the weights before each program" if cold else "holds on to some of the weights"
+    print(f"page cache: {state}", flush=True)
     begin = time.monotonic()
     with open(os.devnull, "wb") as nowhere:
         subprocess.run(["cat", *weights], stdout=nowhere, check=True)
@@ -174,7 +174,7 @@ def _judge(scheme: str, figures: dict[str, Any], size: int, disk: dict[str, Any]
 
 
 def plan_bars(what: str, errors: dict[str, list[float]]) -> list[Bar]:
-    """Return the bars on the plan, 15 % on memory and disk, 2 % on output bytes, of what was compared."""
+    """The bars on the plan: 15 % on memory and disk, 2 % on output bytes, of each comparison."""
     limits = {"memory": PLAN_BAR, "disk": PLAN_BAR, "output": OUTPUT_BAR}
     return [
         Bar(

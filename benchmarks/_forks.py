@@ -1,4 +1,7 @@
-"""A function run in a fork of this process, so that one that crashes, leaks or never ends takes nothing with it."""
+"""A function run in a fork of this process.
+
+One that crashes, leaks or never ends takes nothing with it.
+"""
 
 import json
 import os
@@ -16,7 +19,9 @@ class ForkError(Exception):
 
 
 def in_fork(run: Callable[[], Any], *, seconds: float, debug: bool = False) -> Any:
-    """Return what `run` returns, which has to go through JSON; it runs in a fork, which has what is imported already.
+    """The value of `run`, which runs in a fork and has to go through JSON.
+
+    The fork has the modules that are imported already.
 
     Args:
         run: nothing that it changes is seen here.
@@ -58,7 +63,10 @@ def first_line(error: BaseException) -> str:
 
 
 def _as_child(run: Callable[[], Any], writing: int, *, debug: bool) -> None:
-    """Run it, send what it returns, and end the process without whatever this one would do at its end."""
+    """Run it, send its value, and end the process.
+
+    Nothing runs that this process would do at its end.
+    """
     if not debug:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)

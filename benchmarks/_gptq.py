@@ -1,4 +1,7 @@
-"""Part b: measure, GPTQ for as many layers as fit in the time, kill -9, resume; the finished layers must not be touched."""
+"""Part b: measure, GPTQ for as many layers as fit in the time, kill -9, resume.
+
+The finished layers must not be touched.
+"""
 
 import hashlib
 import itertools
@@ -131,7 +134,7 @@ def _identity(folder: Path) -> dict[str, list[int | str]]:
 
 
 def _layer_seconds(folder: Path, killed_after: int) -> list[float]:
-    """Return the seconds between one layer's record and the next, without the one that the kill lies in."""
+    """Seconds between one layer's record and the next, without the pair around the kill."""
     times = [(folder / f"{layer}.json").stat().st_mtime for layer in finished(folder)]
     gaps = [right - left for left, right in itertools.pairwise(times)]
     return [gap for index, gap in enumerate(gaps, start=1) if index != killed_after]
@@ -140,7 +143,10 @@ def _layer_seconds(folder: Path, killed_after: int) -> list[float]:
 def _figures(
     planned: _quantflow.Planned, steps: dict[str, Run], seconds: list[float], output: int
 ) -> dict[str, Any]:
-    """Set the plan against both runs of quantize together; disk and output only where it came to the end."""
+    """Set the plan against both runs of quantize together.
+
+    Disk and output are compared only where it came to the end.
+    """
     killed, resumed = steps["quantize, killed"], steps["quantize, resumed"]
     both = replace(
         resumed,

@@ -19,7 +19,9 @@ SMALL = 1e6  # a stage that writes a few kB is rounded up to blocks, and its log
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What `quantflow plan --probe` says of one artifact, by stage; empty and None where it says nothing.
+    """The plan of one artifact by `quantflow plan --probe`, by stage.
+
+    It is empty and None where the command says nothing.
 
     Attributes:
         memory: peak resident bytes.
@@ -59,7 +61,10 @@ class Commands:
     def measure(
         self, output: Path, calibration: Path, *, needs: str | None
     ) -> tuple[str | Path, ...]:
-        """Return stage 1; `needs` are the schemes it is for, None collects every default statistic."""
+        """Stage 1.
+
+        `needs` are the schemes it is for; None collects every default statistic.
+        """
         chosen = ("--stats", ",".join(STATISTICS)) if needs is None else ("--for", needs)
         return (
             *QUANTFLOW,
@@ -133,7 +138,10 @@ PLAN_COLUMNS = ("planned, actual, error", "peak RSS", "disk", "seconds")
 
 
 def plan_rows(planned: Planned, found: dict[str, Run], output: int) -> list[tuple[str, ...]]:
-    """Return PLAN_COLUMNS for every stage: planned, actual and the error of each; the last row is the artifact's size."""
+    """PLAN_COLUMNS for every stage: planned, actual and the error of each.
+
+    The last row is the artifact's size.
+    """
     rows: list[tuple[str, ...]] = []
     for name, stage in found.items():
         memory, disk = (
@@ -148,7 +156,10 @@ def plan_rows(planned: Planned, found: dict[str, Run], output: int) -> list[tupl
 
 
 def plan_errors(planned: Planned, found: dict[str, Run], output: int) -> dict[str, list[float]]:
-    """Return the relative errors of the plan: of memory, of output, and of disk where more than SMALL bytes were written."""
+    """Relative errors of the plan.
+
+    They are of memory, of output, and of disk where more than SMALL bytes were written.
+    """
     memory = [
         _error(planned.memory[name], stage.rss)
         for name, stage in found.items()

@@ -1,4 +1,6 @@
-"""A Llama-shaped bf16 checkpoint of any size, made of random weights, and calibration token ids to go with it.
+"""A Llama-shaped bf16 checkpoint of any size, and its calibration token ids.
+
+The weights are random.
 
 Every row of a weight has a scale of its own, a few input channels are outliers, and the branches
 that add to the residual stream are scaled down with depth, so that activations stay finite through

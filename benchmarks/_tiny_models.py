@@ -1,7 +1,11 @@
-"""Tiny random models of any type that transformers knows: its own configuration class with every size made small.
+"""Tiny random models of any type that transformers knows.
 
-    config = tiny_config("gemma2")         sizes by the names that they go by in all families, and what one type needs beside
+Each has the type's own configuration class with every size made small.
+
+    config = tiny_config("gemma2")
     write_model(config, folder)            random weights, bfloat16, and the example's tokenizer
+
+Sizes go by the names that all families share; a type that needs more has its own beside them.
 
 Sizes of parts (the language model inside a wrapper, the vision tower beside it) are made small in
 their own configurations.
@@ -230,7 +234,9 @@ def _small(config_class: Any) -> dict[str, Any]:
 
 
 def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
-    """Return the kinds of two layers where the first two of a configuration keep no keys and values, and later ones do.
+    """The kinds of two layers where only the later layers keep keys and values.
+
+    The first two of such a configuration keep none.
 
     A cache without keys and values does not know how long the text is: transformers runs no such
     model token by token.
@@ -244,7 +250,10 @@ def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' factory of a configuration: of causal language models, else of those that read images too."""
+    """Factory of transformers for a configuration.
+
+    It is that of causal language models, else of those that read images too.
+    """
     causal = (
         type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in _WRAPPED
     )

@@ -1,4 +1,6 @@
-"""Run a program and watch it: seconds, peak resident size as the kernel counts it, anonymous and file pages apart, disk.
+"""Run a program and watch its seconds, memory and disk.
+
+Memory is peak resident size as the kernel counts it, anonymous and file pages apart.
 
 `/usr/bin/time -v` gives the largest peak of any one process that was waited for; but stages of
 quantflow let the kernel count anew when they begin, so the peak is sampled too (VmHWM), and what
@@ -53,7 +55,10 @@ class Run:
 
 
 class Failed(Exception):
-    """A program that had to succeed did not; the text says which, and shows the end of what it said."""
+    """A program that had to succeed did not.
+
+    The text names it and shows the end of its output.
+    """
 
 
 def run(
@@ -131,7 +136,10 @@ def run(
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to every descendant of `pid` that is alive, parents first, but not to `pid` itself."""
+    """Send SIGKILL to every living descendant of `pid`, parents first.
+
+    `pid` itself gets none.
+    """
     for child in _descendants(pid):
         try:
             os.kill(child, signal.SIGKILL)
@@ -153,7 +161,9 @@ def disk_bytes(folder: Path | None) -> int:
 
 
 def evict(paths: Sequence[Path]) -> bool:
-    """Let the page cache forget these files, and nothing else; return whether less than a hundredth stays.
+    """Let the page cache forget these files, and nothing else.
+
+    The result is whether less than a hundredth stays.
 
     Libraries stay cached, so that a program that imports them is not slower than `cp` for that
     reason. Needs no root.
@@ -198,7 +208,10 @@ def _names(folder: str) -> list[str]:
 
 
 def _resident(pid: int) -> tuple[int, int, int]:
-    """Return (RssAnon, RssFile with shared memory) in bytes, summed over `pid` and all below it, and the largest VmHWM."""
+    """(RssAnon, RssFile with shared memory) in bytes, and the largest VmHWM.
+
+    The first two are summed over `pid` and all below it.
+    """
     anon = file = peak = 0
     for member in (pid, *_descendants(pid)):
         try:

@@ -1,7 +1,9 @@
-"""quantflow next to its peers: how far a quantized model is from the original, at how many bits, in how much time and memory.
+"""quantflow beside its peers: distance from the original, bits, time and memory.
 
-    python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
-    python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose `program: scheme` contains it
+    python benchmarks/accuracy.py --peers DIR   # every model, program and scheme: hours
+    python benchmarks/accuracy.py --models tiny-llama --only W4A16
+
+`--only` runs the rows whose `program: scheme` contains its text.
 
 The same model, calibration tokens and evaluation for every program; README.md says what is run.
 Needs an environment in which quantflow is installed with its `dev` extra, /usr/bin/time and Linux.
@@ -41,7 +43,10 @@ TOKENS, QUICK = 16000, 1000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rows that were asked for and return the exit code; 5 where another benchmark holds the work folder."""
+    """Run the rows that were asked for; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

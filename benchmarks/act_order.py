@@ -1,4 +1,6 @@
-"""What act-order costs: a GPTQ folder with `desc_act` beside the same folder without, on the lean decoder.
+"""The cost of act-order on the lean decoder.
+
+A GPTQ folder with `desc_act` runs beside the same folder without.
 
 Both folders hold the same codes and scales. In the one with `desc_act` the groups are of inputs
 drawn at random, the same for linears that share an input, so that every product reads its inputs in
@@ -6,7 +8,9 @@ another order. Weights are of a random Llama of a size of README.md, W4A16 by rt
 both folders in turns: seconds of the prompt's first token, and tokens per second after it, as
 medians.
 
-python benchmarks/act_order.py --size 500MB --work artifacts/act_order        README.md says what is run
+python benchmarks/act_order.py --size 500MB --work artifacts/act_order
+
+README.md says what is run.
 """
 
 import argparse

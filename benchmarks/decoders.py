@@ -1,10 +1,14 @@
-"""The lean decoder beside transformers' modules on artifacts of random models of several families, in W4A16 and float32.
+"""The lean decoder beside transformers' modules, in W4A16 and float32.
+
+The artifacts are of random models of several families.
 
 Both run the same artifact with the same kernels for its quantized linears, in turns. A row is a
 family: tokens per second after a prompt, and seconds of the prompt's first token, as medians; a
 ratio above 1 says that the lean decoder is faster.
 
-python benchmarks/decoders.py llama gemma2 mixtral --work artifacts/decoders        README.md says what is run
+python benchmarks/decoders.py llama gemma2 mixtral --work artifacts/decoders
+
+README.md says what is run.
 """
 
 import argparse

@@ -1,11 +1,15 @@
-"""The digests of everything that quantflow writes, to show that a change of its code changed no byte.
+r"""The digests of everything that quantflow writes.
+
+They show that a change of its code changed no byte.
 
 Makes measurements, quantized layers, shards and artifacts of small models with the command line
 alone, so that it runs unchanged against any version; hashes every file that was written; and
 compares two such records, file by file.
 
-    python benchmarks/digests.py --quantflow OLD/bin/quantflow --work old --models models --output old.json
-    python benchmarks/digests.py --quantflow NEW/bin/quantflow --work new --models models --output new.json
+    python benchmarks/digests.py --quantflow OLD/bin/quantflow \
+        --work old --models models --output old.json
+    python benchmarks/digests.py --quantflow NEW/bin/quantflow \
+        --work new --models models --output new.json
     python benchmarks/digests.py --compare old.json new.json
 
 Both runs have to see the same models and text, which the first makes in the folder of `--models`:
@@ -112,7 +116,9 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Commands that run one after the other and write into a folder of their own; what is in it afterwards is hashed.
+    """Commands that run one after the other and write into a folder of their own.
+
+    Its contents afterwards are hashed.
 
     Attributes:
         name: the folder, relative to the work folder.
@@ -157,7 +163,10 @@ def unified(name: str, *words: str, measurement: str) -> Step:
 def quantized(
     name: str, *words: str, model: str = EXAMPLE, measurement: str | None, together: bool = True
 ) -> Step:
-    """Return stages 2 and 4, into `<name>/quantized` and `<name>/artifact`; `together` in one process."""
+    """Stages 2 and 4, into `<name>/quantized` and `<name>/artifact`.
+
+    `together` runs them in one process.
+    """
     stage = ("quantize", model, "-o", f"{name}/quantized", *words)
     stage += () if measurement is None else ("--measurement", measurement)
     if together:
@@ -174,7 +183,10 @@ def quantized(
 def sharded(
     name: str, ranks: int, *words: str, model: str = EXAMPLE, measurement: str | None = None
 ) -> Step:
-    """Return stages 2 with several ranks, 3 and 4, into `<name>/shards`, `<name>/unified` and `<name>/artifact`."""
+    """Stage 2 with several ranks, then 3 and 4.
+
+    They write `<name>/shards`, `<name>/unified` and `<name>/artifact`.
+    """
     stage = ("quantize", model, "-o", f"{name}/shards", *words, "--ranks", str(ranks))
     stage += () if measurement is None else ("--measurement", measurement)
     union = ("unify", "-m", f"{name}/shards", "-o", f"{name}/unified")
@@ -274,7 +286,10 @@ def schemes() -> list[Step]:
 
 
 def algorithms() -> list[Step]:
-    """Return every algorithm on some schemes; those that take long on the tiny random Llama, but for one of each."""
+    """Every algorithm on some schemes.
+
+    Slow ones run on the tiny random Llama, but for one of each.
+    """
     default, gradient, small = (
         "measure/default/measured",
         "measure/gradient/measured",
@@ -447,7 +462,10 @@ def transforms() -> list[Step]:
 
 def details() -> list[Step]:
     """Return caches, heads, float8, ranges of inputs, overrides, limits and sizes of files."""
-    overrides = '[{match: "re:.*down_proj", scheme: W8A16}, {match: model.layers.1.self_attn.o_proj, scheme: W6A16, group_size: 64}]'
+    overrides = (
+        '[{match: "re:.*down_proj", scheme: W8A16}, '
+        "{match: model.layers.1.self_attn.o_proj, scheme: W6A16, group_size: 64}]"
+    )
     chosen: dict[str, tuple[str, ...]] = {
         "cache/FP8-of-FP8": ("FP8", "--kv-cache", "FP8"),
         "cache/INT8-per-head-of-FP8": ("FP8", "--kv-cache", "INT8:per_head"),
@@ -625,7 +643,10 @@ def ranks() -> list[Step]:
 
 
 def experts() -> list[Step]:
-    """Return mixtures of experts, with every policy for experts that are short of tokens: `few` have less than 200."""
+    """Mixtures of experts, with every policy for experts that are short of tokens.
+
+    `few` have less than 200.
+    """
     model, default, all_tokens = (
         "models/mixtral",
         "experts/measured/measured",
@@ -808,7 +829,10 @@ def gaudi() -> list[Step]:
 
 
 def other_verbs() -> list[Step]:
-    """Return llama.cpp's files, a recipe through all stages, a validation, and text that was generated from artifacts."""
+    """Steps beside the formats: llama.cpp's files, a recipe, a validation, and text.
+
+    The recipe runs through all stages. The text is generated from artifacts.
+    """
     sources = {
         "bf16": (EXAMPLE, "bf16"),
         "f16": (EXAMPLE, "f16"),
@@ -912,7 +936,10 @@ def make_models(folder: Path, example: Path) -> None:
 
 
 def write_random_model(name: str, folder: Path) -> None:
-    """Write a model of FAMILIES with random weights and a byte-level BPE; weights large enough that layers matter."""
+    """Write a model of FAMILIES with random weights and a byte-level BPE.
+
+    The weights are large enough that layers matter.
+    """
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -993,7 +1020,10 @@ def run_step(step: Step, quantflow: Sequence[str], work: Path) -> dict[str, Any]
 
 
 def digests_of(folder: Path) -> dict[str, Any]:
-    """Return `files`, path -> sha256, and `manifests`, path -> the digest that it states and the sha256 of each key."""
+    """`files`, path -> sha256, and `manifests`.
+
+    A manifest's path leads to the digest that it states and the sha256 of each key.
+    """
     files = {str(path.relative_to(folder)): file_digest(path) for path in compared(folder)}
     manifests = {}
     for name in files:
@@ -1025,7 +1055,7 @@ def value_digest(value: Any) -> str:
 def run_steps(
     chosen: Sequence[Step], quantflow: Sequence[str], work: Path, *, jobs: int
 ) -> dict[str, Any]:
-    """Run steps, `jobs` at a time and each after those that it reads, and return their rows by name."""
+    """Run steps, `jobs` at a time and each after those that it reads; their rows by name."""
     begin = time.monotonic()
     futures: dict[str, Future[dict[str, Any]]] = {}
 
@@ -1050,7 +1080,10 @@ def run_steps(
 
 
 def select(patterns: Sequence[str]) -> list[Step]:
-    """Return the steps that match one of the patterns and those that they read; all without patterns."""
+    """The steps that match one of the patterns, and those that they read.
+
+    Without patterns these are all.
+    """
     every = steps()
     wanted = {
         step.name

@@ -1,4 +1,6 @@
-"""Calibration tokens that GPTQ needs to be no worse than round to nearest: two per feature (quantflow/planning/experts.py).
+"""Calibration tokens that GPTQ needs to be no worse than round to nearest.
+
+They are two per feature (quantflow/planning/experts.py).
 
     python examples/tiny-llama/stdlib_text.py --output artifacts/tiny-llama-text
     python benchmarks/expert_tokens.py
@@ -84,7 +86,10 @@ def _cells(ratios: Tensor) -> tuple[str, str, str]:
 
 
 def compare(weight: Tensor, seen: Tensor, unseen: Tensor, *, tokens: int) -> tuple[float, float]:
-    """Return GPTQ's squared output error on unseen rows over that of round to nearest, as it is and damped; W4A16."""
+    """GPTQ's squared output error on unseen rows over that of round to nearest, in W4A16.
+
+    The ratio stands as it is and damped.
+    """
     scheme = with_group_size(preset("W4A16"), 128)
     generator = torch.Generator().manual_seed(tokens)
     observer = HessianObserver(features=weight.shape[1])

@@ -1,9 +1,11 @@
-"""Every language model of transformers as a tiny random model: all stages, and what runs the artifact.
+"""Every language model of transformers as a tiny random model.
 
-    python benchmarks/families.py                                        all types, some seconds each; resumed
+It goes through all stages, and through the programs that run the artifact.
+
+    python benchmarks/families.py            # all types, some seconds each; resumed
     python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
-    python benchmarks/families.py --table                                run nothing, print the table
-    python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
+    python benchmarks/families.py --table    # run nothing, print the table
+    python benchmarks/families.py --page     # run nothing, write docs/families.md's table
 
 For each model type of transformers' causal language models, and of those that read images too, that
 a small configuration can be made of: a random model with a tokenizer is measured; W4A16 (gptq),
@@ -152,7 +154,10 @@ def passes(stages: Stages) -> bool:
 
 
 def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = None) -> str:
-    """Return the results as Markdown: type x scheme, the shares, why what failed did, and what cannot be made."""
+    """The results as Markdown.
+
+    It has type x scheme, the shares, the reasons of failures, and the types that cannot be made.
+    """
     peer = peer if peer is not None else _peer()
     made = {kind: row for kind, row in sorted(rows.items()) if not row.get(MODEL)}
     schemes = [scheme for scheme in SCHEMES if any(scheme in row for row in made.values())]
@@ -183,7 +188,10 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
         shares += [f"{group}:\n", *lines_of, ""] if kinds else []
     named = [kind for kind, row in made.items() if BY_NAME in row and row.get(MEASURE)]
     rounded = [kind for kind in named if made[kind][BY_NAME] is None]
-    both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
+    both = (
+        f"{len(named)} types are refused with the reason; "
+        f"the weights of {len(rounded)} of them go through by name."
+    )
     unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
     parts = [
         "\n".join(shares).strip(),
@@ -212,7 +220,7 @@ def _cell(reason: str | None, notes: list[str], kind: str) -> str:
 
 
 def _peer() -> dict[str, str | None]:
-    """Return what peers/families_llmcompressor.py found: type -> None where it passed, or the reason."""
+    """The findings of peers/families_llmcompressor.py: type -> None if it passed, or the reason."""
     file = HERE / "families_llmcompressor.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 

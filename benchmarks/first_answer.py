@@ -27,7 +27,7 @@ BAR_SECONDS = 3.0
 
 
 def run(artifact: Path) -> tuple[float, float, int]:
-    """Start a server and end it; return seconds to its first answer, seconds to its end, and its exit code.
+    """Start a server and end it; seconds to its first answer, seconds to its end, exit code.
 
     Raises:
         SystemExit: it ends before it answers.

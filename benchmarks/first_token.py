@@ -1,6 +1,10 @@
-"""How long an artifact takes to its first token, beside the time to read its bytes from the page cache.
+"""The seconds of an artifact to its first token.
 
-python benchmarks/first_token.py artifacts/runtime/2GB/W4A16-head-W8A16        README.md says what is run
+The time to read its bytes from the page cache stands beside them.
+
+python benchmarks/first_token.py artifacts/runtime/2GB/W4A16-head-W8A16
+
+README.md says what is run.
 """
 
 import argparse
@@ -21,7 +25,10 @@ WAYS = ("read", "weights read and laid out", "pack, hashes checked", "pack")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start every way in turns, a process each; print medians, and return 1 where a bar is missed."""
+    """Start every way in turns, a process each, and print medians.
+
+    The exit code is 1 where a bar is missed.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,8 @@
-"""Everything that quantflow does on a GPU, checked by one command that installs nothing and ends within ten minutes.
+"""Everything that quantflow does on a GPU, checked by one command.
 
-    python benchmarks/gpu.py                          the GPU that torch finds, else the CPU in its place
+It installs nothing and ends within ten minutes.
+
+    python benchmarks/gpu.py              # the GPU that torch finds, else the CPU in its place
     python benchmarks/gpu.py --device cpu --size smallest
     python benchmarks/gpu.py --only products graph --budget 120
     python benchmarks/gpu.py --list
@@ -246,9 +248,10 @@ def run(
         gone = time.monotonic() - began
         left = budget - gone
         if left < check.limit * SHARE:
-            outcomes[
-                index
-            ].reason = f"{max(left, 0.0):.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
+            outcomes[index].reason = (
+                f"{max(left, 0.0):.0f} s of {budget:.0f} were left, "
+                f"and it may take {check.limit:.0f}"
+            )
         else:
             coming = sum(earlier.get(later.name, later.limit) for later in checks[index:])
             about = "about" if all(later.name in earlier for later in checks[index:]) else "at most"
@@ -264,7 +267,10 @@ def run(
 
 
 def run_one(check: Check, place: Place, *, limit: float) -> Outcome:
-    """Run a check in a process of its own, and end that process and all that it started when it is past the limit."""
+    """Run a check in a process of its own.
+
+    Past the limit that process ends with all that it started.
+    """
     work = place.work / check.name.replace(" ", "-")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -299,7 +305,7 @@ def run_one(check: Check, place: Place, *, limit: float) -> Outcome:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process that reads quantflow from this repository and downloads nothing."""
+    """The variables of a process that reads quantflow from this repository offline."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -319,7 +325,10 @@ def _one(function: str, told: Path) -> int:
 
 
 def _exits(pid: int, *, within: float) -> bool:
-    """Return whether a process exits within so many seconds; it stays a zombie, so that nothing else gets its number."""
+    """Whether a process exits within so many seconds.
+
+    It stays a zombie, so that nothing else gets its number.
+    """
     deadline = time.monotonic() + within
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:
@@ -329,7 +338,10 @@ def _exits(pid: int, *, within: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a check's process and what it started, which has its process group, also what it left behind."""
+    """End a check's process and its process group.
+
+    The group holds what the check started, also what it left behind.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

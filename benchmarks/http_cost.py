@@ -1,4 +1,6 @@
-"""What a token costs over HTTP beside what it costs in this process as `quantflow bench` times it, in turns.
+"""The cost of a token over HTTP beside its cost in this process, in turns.
+
+`quantflow bench` times the latter.
 
     python benchmarks/http_cost.py work/4-export
     python benchmarks/http_cost.py work/4-export --pairs 3          a try, half a minute

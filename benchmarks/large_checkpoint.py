@@ -1,7 +1,11 @@
-"""quantflow on a checkpoint larger than memory: how fast, how small, how close to its plan, and next to its peers.
+"""quantflow on a checkpoint larger than memory, beside its peers.
 
-    python benchmarks/large_checkpoint.py files gptq                 a synthetic Llama of 28 GB; README.md says what is run
+Shown are its speed, its size, and how close it comes to its plan.
+
+    python benchmarks/large_checkpoint.py files gptq      # a synthetic Llama of 28 GB
     python benchmarks/large_checkpoint.py peers --size 2GB --peers DIR
+
+README.md says what is run.
 
 Needs an environment in which quantflow is installed, /usr/bin/time and Linux. Exits 1 when a bar is
 missed.
@@ -36,7 +40,10 @@ SEED = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts that were asked for and return the exit code; 5 where another benchmark holds the work folder."""
+    """Run the parts that were asked for; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

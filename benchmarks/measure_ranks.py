@@ -1,7 +1,9 @@
 """`quantflow measure` by two ranks next to one: the ratio of their wall times on this machine.
 
-    python benchmarks/measure_ranks.py                          50 MB of random weights, 32 sequences of 512 tokens
+    python benchmarks/measure_ranks.py
     python benchmarks/measure_ranks.py --samples 4 --tokens 64 --runs 1    a try, a minute
+
+The default is 50 MB of random weights and 32 sequences of 512 tokens.
 
 One rank, two that share the sequences (dp) and two that share the model (tp) take turns; medians of
 `--runs`. Needs the environment that quantflow is installed in, GNU time and Linux.
@@ -28,7 +30,10 @@ SEED = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure in turns, print the medians and return the exit code; 5 where another benchmark holds the work folder."""
+    """Measure in turns and print the medians; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

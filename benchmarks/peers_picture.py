@@ -1,4 +1,6 @@
-"""The picture in the README: quantflow beside its peers, drawn from the tables in docs/accuracy.md and benchmarks/README.md.
+"""The picture in the README: quantflow beside its peers.
+
+It is drawn from the tables in docs/accuracy.md and benchmarks/README.md.
 
     python benchmarks/peers_picture.py          writes docs/peers.svg
 
@@ -39,7 +41,9 @@ class Panel:
 
 
 def table(path: Path, heading: str, *, after: str = "") -> list[dict[str, str]]:
-    """Return the rows of the first Markdown table whose header begins with `heading`, behind a line `after`.
+    """The rows of the first Markdown table whose header begins with `heading`.
+
+    The table stands behind a line `after`.
 
     Raises:
         ValueError: there is none.

@@ -1,6 +1,8 @@
-"""quantflow's runtime beside llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI, IPEX and transformers: prefill and decode in turns.
+"""quantflow's runtime beside its peers: prefill and decode in turns.
 
-    python benchmarks/runtime.py                          the 1.1 B checkpoint; README.md says what is run
+The peers are llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI, IPEX and transformers.
+
+    python benchmarks/runtime.py                          the 1.1 B checkpoint
     python benchmarks/runtime.py --size example           the example model
     python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
 
@@ -76,7 +78,10 @@ class Program:
     process: subprocess.Popen[str] | None = None
 
     def start(self, threads: int, log: Path) -> None:
-        """Start it and wait until its model is loaded; what it says goes to a log beside the others."""
+        """Start it and wait until its model is loaded.
+
+        Its output goes to a log beside the others.
+        """
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
@@ -114,7 +119,10 @@ class Program:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every program that is there and return the exit code; 5 where another benchmark holds the work folder."""
+    """Run every installed program; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 
@@ -244,7 +252,10 @@ def _report(
 def _judge(
     medians: dict[tuple[str, str], float], what: str, ours: str, theirs: str, least: float
 ) -> Bar | None:
-    """Return a bar, or None where a side of it was not run; of 4 bits what runs by default counts."""
+    """A bar, or None where a side of it was not run.
+
+    Of 4 bits the default program counts.
+    """
     names = ("quantflow W4A16",) if ours == "quantflow 4-bit" else (ours,)
     found = []
     for name in names:
@@ -360,7 +371,10 @@ def _there(python: Path) -> bool:
 
 
 def _artifact(model: Path, work: Path, scheme: str) -> Path:
-    """Return an artifact of the checkpoint, rounded to nearest, its head to 8 bits, made unless it is there."""
+    """An artifact of the checkpoint, rounded to nearest, its head to 8 bits.
+
+    It is made unless it is there.
+    """
     folder, quantized = work / f"{scheme}-head-{HEAD}", work / f"quantized-{scheme}"
     if not (folder / "quantflow.json").exists():
         recipe = work / f"{scheme}.yaml"
@@ -381,7 +395,10 @@ def _artifact(model: Path, work: Path, scheme: str) -> Path:
 
 
 def _gptq(model: Path, work: Path) -> Path:
-    """Return a folder of the checkpoint in GPTQ's layout, 4 bits rounded to nearest, made unless it is there."""
+    """A folder of the checkpoint in GPTQ's layout, 4 bits rounded to nearest.
+
+    It is made unless it is there.
+    """
     artifact, folder = work / "W4A16", work / "gptq"
     if not (folder / "DONE.json").exists():
         _quantflow(

@@ -3,7 +3,9 @@
 After each of 2,048 tokens of Python; and along 50 prompts of 16 of them with the 64 tokens by which
 transformers' modules continue each greedily: a model is surer of its own text than of people's.
 
-python benchmarks/same_tokens.py artifacts/runtime/example/*-head-W8A16        README.md says what is run
+python benchmarks/same_tokens.py artifacts/runtime/example/*-head-W8A16
+
+README.md says what is run.
 """
 
 import sys

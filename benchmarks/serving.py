@@ -1,9 +1,13 @@
-"""Servers under load, interleaved: an open loop of Poisson arrivals, and a constant number of clients.
+r"""Servers under load, interleaved.
+
+The load is an open loop of Poisson arrivals, or a constant number of clients.
 
     python benchmarks/serving.py --quantflow work/4-export
     python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/python
-    python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
-    python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
+    python benchmarks/serving.py --quantflow work/4-export \
+        --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
+    python benchmarks/serving.py --quantflow work/4-export \
+        --clients 1,4 --rates '' --requests 8      a try, a minute
 
 Every server gets the same requests in the same order at the same moments. Prompts and lengths are
 drawn from --seed, others for each load. Prompt and new tokens are log-normal around --prompt-tokens
@@ -45,7 +49,10 @@ WORDS = (ROOT / "examples/tiny-llama/stdlib_text.py").read_text().split()
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One request: its prompt, how many tokens are added, and when it is due in an open loop, in units of 1 / rate."""
+    """One request: its prompt, its number of new tokens, and its due time.
+
+    The due time of an open loop is in units of 1 / rate.
+    """
 
     prompt: str
     new: int
@@ -186,7 +193,10 @@ async def ask(server: Server, work: Work, seen: Seen, end_token: int) -> None:
     }
     body["logit_bias"] = {str(end_token): -100}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nConnection: close"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\n"
+        "Content-Type: application/json\r\nConnection: close"
+    )
     try:
         transport, seen.reply = await asyncio.get_running_loop().create_connection(
             Reply, HOST, server.port
@@ -257,7 +267,10 @@ async def open_loop(
 def draw(
     given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float
 ) -> list[Work]:
-    """Return the requests of a load, the same for every server; another load has others, which no server has in its cache."""
+    """The requests of a load, the same for every server.
+
+    Another load has others, which no server has in its cache.
+    """
     rng, due, works = random.Random(f"{given.seed} {prefix} {load}"), 0.0, list[Work]()
     shared = " ".join(rng.choice(WORDS) for _ in range(round(prefix / tokens_per_word)))
 

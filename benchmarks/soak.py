@@ -165,7 +165,10 @@ def ask(port: int, rng: random.Random, seen: Seen) -> None:
     try:
         if leaves:
             cut = data[: rng.randrange(len(data) + 1)] if rng.random() < 0.3 else data
-            head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            )
             connection.connect()
             connection.sock.sendall(head.encode() + cut)
             connection.sock.settimeout(rng.random())

@@ -1,6 +1,6 @@
 """`quantflow unify` of many ranks of a deep model: seconds and peak memory.
 
-    python benchmarks/unify_many_ranks.py                       64 ranks (8 replicas of 8 cards), 80 layers
+    python benchmarks/unify_many_ranks.py    # 64 ranks (8 replicas of 8 cards), 80 layers
     python benchmarks/unify_many_ranks.py --replicas 2 --layers 8 --hidden 256      a try, seconds
 
 Ranks are synthetic: random statistics of every kind that measure takes by default, placed as a
@@ -34,7 +34,10 @@ TOKENS = 16  # of each sample
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the ranks, unify them and return the exit code; 5 where another benchmark holds the work folder."""
+    """Make the ranks and unify them; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

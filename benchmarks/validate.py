@@ -1,4 +1,6 @@
-"""What `validate` takes, beside two plain forwards of transformers over the same windows, one in bfloat16 and one in float32.
+"""The seconds of `validate` beside two plain forwards of transformers over the same windows.
+
+One forward is in bfloat16 and one in float32.
 
 python benchmarks/validate.py MODEL --text FILE --tokens 16000        README.md says what is run
 """
@@ -15,12 +17,18 @@ from _watch import Failed, Run, need_tools, run
 
 MOST = 1.3  # times the two forwards
 DTYPES = ("bfloat16", "float32")
-ANY = "schemes: [W4A16]\nthresholds: {ppl_ratio: 1000000, mean_kld: 1000000, kld_p999: 1000000, top1_agreement: 0}\n"
+ANY = (
+    "schemes: [W4A16]\n"
+    "thresholds: {ppl_ratio: 1000000, mean_kld: 1000000, kld_p999: 1000000, top1_agreement: 0}\n"
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every program, a process each; print their seconds and return 1 where the bar is missed."""
+    """Run every program, a process each, and print their seconds.
+
+    The exit code is 1 where the bar is missed.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _programs(model: Path, text: Path, tokens: int, length: int, work: Path) -> dict[str, Run]:
-    """Return what the forwards took, the first validation of the model and text, and the next one."""
+    """Seconds of the forwards, of the first validation of the model and text, and of the next."""
     for name in ("2", "4", "r1", "r2", "validation-cache"):
         shutil.rmtree(work / name, ignore_errors=True)
     log = work / "log"

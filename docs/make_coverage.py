@@ -35,7 +35,10 @@ Records = dict[str, dict[str, str]]
 
 
 def read() -> tuple[dict[str, Row], dict[str, Row]]:
-    """Return the documents by their letter, and the rows by id: `asks`, and `tests`, `here`, `missing` where they have them."""
+    """The documents by their letter, and the rows by id.
+
+    Rows have `asks`, and `tests`, `here`, `missing` where they are filled.
+    """
     data = tomllib.loads(DATA.read_text())
     return data.pop("documents"), data
 
@@ -63,7 +66,7 @@ def state(row: Row) -> str:
 
 
 def mistakes(documents: dict[str, Row], rows: dict[str, Row]) -> list[str]:
-    """Return what is wrong with the data: rows missing or strange, tests that are not there, gaps that nobody names."""
+    """Problems of the data: rows missing or strange, tests that are absent, gaps without a name."""
     wanted = ids(documents)
     found = [f"{name}: no such row" for name in rows if name not in wanted]
     found += [f"{name}: not accounted for" for name in wanted if name not in rows]

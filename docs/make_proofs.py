@@ -1,4 +1,6 @@
-"""Writes the table of what other programs confirmed into docs/formats.md, from what the tests of tests/parity recorded.
+"""Writes the table of other programs' confirmations into docs/formats.md.
+
+The tests of tests/parity recorded them.
 
 python docs/make_proofs.py            write it
 python docs/make_proofs.py --check    exit 1 where the file is stale
@@ -28,7 +30,7 @@ Record = dict[str, Any]
 
 
 def marked() -> dict[str, Words]:
-    """Return the words of each test that has the mark, by `file::test`, in the order of files and lines."""
+    """The words of each test that has the mark, by `file::test`, in order of files and lines."""
     found = {}
     for path in sorted(TESTS.glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -43,12 +45,15 @@ def marked() -> dict[str, Words]:
 
 
 def read() -> dict[str, Record]:
-    """Return what runs recorded: test -> `cases`, case -> outcome, and `with`, package -> version."""
+    """The records of runs: test -> `cases`, case -> outcome, and `with`, package -> version."""
     return json.loads(DATA.read_text()) if DATA.exists() else {}
 
 
 def mistakes(tests: dict[str, Words], records: dict[str, Record]) -> list[str]:
-    """Return what is wrong with marks and records: words missing or strange, records of tests that have no mark."""
+    """Problems of marks and records.
+
+    Words are missing or strange, or a record's test has no mark.
+    """
     found = [
         f"{test}: recorded, and no test with the mark" for test in records if test not in tests
     ]

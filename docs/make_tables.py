@@ -1,4 +1,6 @@
-"""Writes the table of what goes with what into docs/recipes.md, from what algorithms and transforms say of themselves.
+"""Writes the table of what goes with what into docs/recipes.md.
+
+Algorithms and transforms state it themselves.
 
 python docs/make_tables.py            write it
 python docs/make_tables.py --check    exit 1 where the file is stale
@@ -150,7 +152,10 @@ def _things() -> tuple[tuple[str, Refused], ...]:
 
 
 def _head_row() -> list[str]:
-    """Return which algorithms round the head: those that read the weight alone, and of float8 the one to nearest."""
+    """The algorithms that round the head.
+
+    They read the weight alone, and of float8 it is the one to nearest.
+    """
     by_row = {
         name: "yes" if name == NEAREST else "integers"
         for name, each in ALGORITHMS.items()

@@ -1,4 +1,6 @@
-"""Small models with a real tokenizer and text, made once per session, under pytest's own folders; and ranks as threads.
+"""Small models with a real tokenizer and text, and ranks as threads.
+
+They are made once per session, under pytest's own folders.
 
 Results of torch depend on the number of threads, so every test has one, with make as without; so
 have the processes that tests start.
@@ -252,7 +254,10 @@ def write_tokenizer(folder: Path) -> None:
 def write_model(
     folder: Path, family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write a random model of a family with its tokenizer; weights large enough that layers matter."""
+    """Write a random model of a family with its tokenizer.
+
+    Its weights are large enough that layers matter.
+    """
     torch.manual_seed(seed)
     config = {**FAMILIES, **DISCOVERED}[family]()
     config.initializer_range = 0.1
@@ -288,7 +293,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
-    """A tiny Qwen3-VL mixture, and its folders: with experts as the model has them, and as it was released, axes exchanged."""
+    """A tiny Qwen3-VL mixture, and its two folders.
+
+    One has experts as the model has them, the other as it was released, axes exchanged.
+    """
     sizes = {
         "vocab_size": 96,
         "hidden_size": 64,
@@ -332,7 +340,10 @@ def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dic
 
 @pytest.fixture(scope="session")
 def write_adapter() -> Callable[..., dict[str, torch.Tensor]]:
-    """Return what writes a random LoRA adapter as PEFT does, and returns alpha / r * B A of each linear."""
+    """Writer of a random LoRA adapter as PEFT does.
+
+    It returns alpha / r * B A of each linear.
+    """
 
     def write(
         folder: Path, shapes: dict[str, tuple[int, int]], *, seed: int, rank: int = 4
@@ -371,7 +382,10 @@ def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 class Meeting:
-    """A `Wire` between threads, which counts what goes over it; `table` holds every rank's part and a barrier."""
+    """A `Wire` between threads, which counts what goes over it.
+
+    `table` holds every rank's part and a barrier.
+    """
 
     def __init__(self, rank: int, world: int, table: dict[str, Any]) -> None:
         self.rank, self.world, self.parts, self._table = rank, world, 0, table
@@ -390,7 +404,10 @@ class Meeting:
 
 
 def meet(world: int, work: Callable[[Meeting], Any]) -> list[Any]:
-    """Return what `work` makes of each rank's wire; a rank's error breaks the others' waiting, and is raised."""
+    """The results of `work` for each rank's wire.
+
+    A rank's error breaks the others' waiting, and is raised.
+    """
     table = {"parts": [None] * world, "all": threading.Barrier(world)}
 
     def rank(number: int) -> Any:
@@ -453,7 +470,10 @@ class ProofServer:
 
 @pytest.fixture(scope="session", autouse=True)
 def proof_server() -> Iterator[None]:
-    """Let exports of this process be proved by forks of a process that has imported everything: a start takes seconds."""
+    """Let exports of this process be proved by forks of one that has imported everything.
+
+    A start takes seconds.
+    """
     server, lock = ProofServer(), threading.Lock()
 
     class Forked:
@@ -545,7 +565,10 @@ def cards(monkeypatch):
 
 @pytest.fixture(scope="session")
 def write_foreign():
-    """Return what writes a model as another program would have quantized it: plain rounding, in one of its layouts."""
+    """Writer of a model as another program would have quantized it.
+
+    It rounds plainly, in one of that program's layouts.
+    """
     from safetensors.torch import load_file
 
     from quantflow.algorithms import rtn
@@ -612,7 +635,10 @@ def write_foreign():
 
 @pytest.fixture
 def run_apart() -> Callable[..., None]:
-    """Return what runs a file of tests in a process of its own: torch cannot forget a kind of device that it was told of."""
+    """Runner of a file of tests in a process of its own.
+
+    torch cannot forget a kind of device once it was registered.
+    """
 
     def run(tests: str, *words: str) -> None:
         command = [

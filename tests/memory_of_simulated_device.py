@@ -1,4 +1,6 @@
-"""Bytes that tensors take on a device, beside what is planned; the device is simulated and counts what is on it.
+"""Bytes that tensors take on a device, beside the plan.
+
+The device is simulated and counts what is on it.
 
 test_device_quantize.py runs these tests in a process of their own.
 """

@@ -1,4 +1,6 @@
-"""Layers on a device: what crosses, by which functions, and with which bits; the device is simulated, no GPU ran this.
+"""Layers on a device: the tensors that cross, the functions that move them, the bits.
+
+The device is simulated; no GPU ran this.
 
 test_device.py runs these tests in a process of their own.
 """
@@ -81,7 +83,10 @@ def _measure(
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
-    """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch`, and a quantized linear as a whole."""
+    """The device that `cuda` is, entered by the test.
+
+    Tensors cross in `put` and `fetch`, and a quantized linear as a whole.
+    """
     for stage in (measure, validate):
         monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
     return SimulatedGpu(*CROSSINGS)
@@ -309,7 +314,7 @@ def test_a_word_that_is_no_device_and_no_dtype_is_refused(words: dict[str, str])
         Compute(**words)
 
 
-def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_gradients_in_bfloat16_are_refused(
+def test_ranks_on_one_device_or_on_devices_without_a_way_between_and_bfloat16_gradients_are_refused(
     llama: Path,
     text_files: dict[str, Path],
     tmp_path: Path,
@@ -380,7 +385,10 @@ def test_memory_that_ends_on_a_device_is_no_defect_of_the_program() -> None:
 def artifacts(
     llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Artifacts whose layers, heads, inputs and caches are quantized in ways that put other tensors on a device."""
+    """Artifacts whose layers, heads, inputs and caches are quantized in many ways.
+
+    Each way puts other tensors on a device.
+    """
     folder, made = tmp_path_factory.mktemp("artifacts"), {}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     measured = quantflow.measure(llama, folder / "1", calibration=calibration).folder

@@ -1,4 +1,6 @@
-"""Hooks of pytest: what tests with the mark `proof` made of formats and other programs, into the file that RECORD_PROOFS names.
+"""Hooks of pytest that record the tests with the mark `proof`.
+
+Their results on formats and other programs go into the file that RECORD_PROOFS names.
 
     {"test_gptqmodel.py::test_awq": {"cases": {"": "passed"}, "with": {"gptqmodel": "7.7.0"}}}
 
@@ -37,7 +39,10 @@ _reports: dict[str, dict[str, Any]] = {}  # of this process: test -> its mark's 
 def pytest_runtest_makereport(
     item: pytest.Item, call: object
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the words of the mark into the report, which goes from workers to the process that counts."""
+    """Put the words of the mark into the report.
+
+    It goes from workers to the process that counts.
+    """
     report = yield
     mark = item.get_closest_marker(KEY)
     if mark is not None:

@@ -1,9 +1,13 @@
-"""Proves artifacts in fresh processes that need no start: it imports what a proof imports once, and forks for each.
+"""Proves artifacts in fresh processes that need no start.
+
+It imports what a proof imports once, and forks for each.
 
 A line of stdin is one request in JSON, a line of stdout its answer:
 
-    request   {"order": what the proof's process reads from stdin, "environment": its variables, "folder": its current one}
-    answer    {"code": its exit code, minus the signal that ended it, "stdout", "stderr": what it wrote there}
+    request   {"order": stdin of the proof's process, "environment": its variables,
+               "folder": its current folder}
+    answer    {"code": its exit code, minus the signal that ended it,
+               "stdout", "stderr": its output}
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Quantizing on a device: what crosses, by which functions, and what comes of it; the device is simulated, no GPU ran this.
+"""Quantizing on a device: the tensors that cross, the functions that move them, the results.
+
+The device is simulated; no GPU ran this.
 
 test_device_quantize.py runs these tests in a process of their own.
 """
@@ -104,7 +106,10 @@ class HereProver:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
-    """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch`, a quantized weight as a whole."""
+    """The device that `cuda` is, entered by the test.
+
+    Tensors cross in `put` and `fetch`, a quantized weight as a whole.
+    """
     for stage in (measure, quantize, canary):
         monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
     # the simulation is of one thread
@@ -342,7 +347,10 @@ def _ranks(
         apart: torch has no backend between their devices.
     """
     (folder / "private").mkdir(parents=True)
-    started = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.rank_on_simulated_device import main; main()"
+    started = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+        "from tests.rank_on_simulated_device import main; main()"
+    )
     command = [sys.executable, "-c", started, str(Path(__file__).resolve().parents[1])]
     words = [APART, *words] if apart else words
     ranks = [
@@ -416,7 +424,10 @@ def test_ranks_with_a_device_each_quantize_what_one_process_does(
 def _measure_with_ranks(
     model: Path, text: Path, folder: Path, *, tp: int
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]]:
-    """Measure with two ranks on devices and on the CPU; return what the former noted, and both statistics of each rank."""
+    """Measure with two ranks on devices and on the CPU.
+
+    The result is the notes of the former, and both statistics of each rank.
+    """
     stats, words = (
         ("amax", "min_max", "mean_abs", "hessian"),
         ["--samples", "4", "--sequence-length", "32", "--ranks", "2"],
@@ -451,7 +462,10 @@ def _measure_with_ranks(
 def test_ranks_with_a_device_each_measure_what_ranks_of_the_cpu_do(
     tp: int, llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With a share of the sequences each, and with a slice of every linear, whose outputs they add up."""
+    """Ranks with a share of the sequences, and ranks with a slice of every linear.
+
+    Slices add up their outputs.
+    """
     told, measurements = _measure_with_ranks(llama, text_files["calibration"], tmp_path, tp=tp)
     assert [rank["asked"] for rank in told] == [["cuda:0"], ["cuda:1"]]
     assert all((rank["exchanged"] > 0) == (tp == 2) and rank["operators"] > 1000 for rank in told)

@@ -1,4 +1,7 @@
-"""A rank on a device of its own, which is simulated; quantize_on_simulated_device.py starts some."""
+"""A rank on a simulated device of its own.
+
+quantize_on_simulated_device.py starts some.
+"""
 
 import json
 import sys
@@ -20,7 +23,10 @@ APART = "apart"  # the word that leaves torch without a backend between the devi
 
 
 def main() -> None:
-    """Run the command line that stands behind the name of a file, which gets what was seen of the device."""
+    """Run the command line that stands behind the name of a file.
+
+    The file gets what was seen of the device.
+    """
     path, *words = sys.argv[1:]
     asked: set[str] = set()
 

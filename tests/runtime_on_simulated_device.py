@@ -1,4 +1,6 @@
-"""The runtime on a device: weights and scales cross once, when they are loaded, then token ids and logits alone.
+"""The runtime on a device, which is simulated.
+
+Weights and scales cross once, when they are loaded, then token ids and logits alone.
 
 The device is simulated, no GPU ran this. test_device.py runs these tests in a process of their own.
 """

@@ -1,7 +1,9 @@
-"""A device that is simulated: tensors that say they are on `simulated:0`, and whose values are computed on the CPU.
+"""A simulated device: tensors on `simulated:0`, whose values are computed on the CPU.
 
-    with SimulatedGpu() as gpu:                 # torch makes, moves and computes tensors of it until the block ends
+    with SimulatedGpu() as gpu:
         device = Device(kind=gpu.kind, ...)
+
+Until the block ends, torch makes, moves and computes tensors of it.
 
 It behaves as a GPU does where that is strict, and is stricter where a GPU would wait silently:
 
@@ -104,7 +106,10 @@ class SimulatedGpu(TorchDispatchMode):
         return self.computed(func, args, kwargs or {})
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute an operator on the values of its tensors; its result is where they are, or where it is told to be."""
+        """Compute an operator on the values of its tensors.
+
+        Its result is where they are, or where the call asks.
+        """
         tensors: list[Tensor] = []
         tree_map(
             lambda value: tensors.append(value) if isinstance(value, Tensor) else None,

@@ -15,9 +15,11 @@ FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}
 START = "from quantflow import Calibration, Export, Quantize, export, measure, quantize\n"
 RUNS = {
     "algorithm": """
-folder = quantize("llama", "q", entry=Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)).folder
+entry = Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)
+folder = quantize("llama", "q", entry=entry).folder
 from safetensors.torch import load_file
-assert any(name.endswith("weight_packed") for name in load_file(folder / "layers/00000.safetensors"))
+tensors = load_file(folder / "layers/00000.safetensors")
+assert any(name.endswith("weight_packed") for name in tensors)
 """,
     "statistic": """
 from safetensors.torch import load_file
@@ -67,7 +69,8 @@ assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias", "blk.0.post_attention_norm.w
 from safetensors.torch import load_file
 entry = Quantize(name="a", scheme="W8A16")
 artifact = export(quantize("llama", "q", entry=entry).folder, "a").folder
-codes = load_file(export(artifact, "c", options=Export(format="codes")).folder / "codes.safetensors")
+exported = export(artifact, "c", options=Export(format="codes")).folder
+codes = load_file(exported / "codes.safetensors")
 assert codes["model.layers.0.self_attn.q_proj.qvalue"].shape == (64, 64)
 """,
     "kernel": """
@@ -77,16 +80,18 @@ from quantflow.backends import BACKENDS
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import preset
 scheme = preset("W8A16")
-done = quantize_group({"w": torch.randn(8, 32)}, scheme, statistics={}, scale_dtype=torch.float32)["w"].weight
+weights = {"w": torch.randn(8, 32)}
+done = quantize_group(weights, scheme, statistics={}, scale_dtype=torch.float32)["w"].weight
 linear, x = QuantizedLinear(weight=done, scheme=scheme), torch.randn(3, 32)
-ours, oracle = (BACKENDS[n].linear(x, BACKENDS[n].prepare(linear, x.dtype), None) for n in ("rows", "reference"))
+backends = [BACKENDS[name] for name in ("rows", "reference")]
+ours, oracle = (each.linear(x, each.prepare(linear, x.dtype), None) for each in backends)
 torch.testing.assert_close(ours, oracle)
 """,
 }
 
 
 def applied(change, folder):
-    """Apply a change of the page to a copy of the product, and return the copy and the files that it touches."""
+    """Apply a change of the page to a copy of the product; the copy and the files of the change."""
     product = folder / "product"
     leave = shutil.ignore_patterns("__pycache__", "stages", "configs")
     shutil.copytree(ROOT / "quantflow", product / "quantflow", ignore=leave)

@@ -1,4 +1,7 @@
-"""The benchmarks without their peers: how bits are counted, rows scored, bars judged, tables printed, folders locked."""
+"""The benchmarks without their peers.
+
+Bits are counted, rows scored, bars judged, tables printed, folders locked.
+"""
 
 import asyncio
 import json
@@ -95,7 +98,10 @@ def test_integers_are_read_from_words_in_the_order_of_their_bits(shared, bits):
 
 @pytest.mark.parametrize("minus_one", [True, False])
 def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
-    """Eight inputs in two groups, eight outputs; the layout's first version takes one off each zero point, as whole words."""
+    """Eight inputs in two groups, eight outputs.
+
+    The layout's first version takes one off each zero point, as whole words.
+    """
     values = np.arange(64).reshape(8, 8) % 16  # [I, O]
     points = np.array([[0, 8, 15, 1, 2, 3, 4, 0], [7, 0, 0, 15, 8, 8, 8, 8]])  # [G, O]
     scales = np.linspace(0.5, 2.0, 16, dtype=np.float16).reshape(2, 8)
@@ -127,7 +133,10 @@ def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
 
 @pytest.mark.parametrize("minus_one", [True, False])
 def test_zero_points_of_3_bits_are_one_too_small_each_by_itself(shared, minus_one):
-    """Thirty-two outputs of one group: the 11th and the 22nd lie in two words, and a 0 is stored as 7."""
+    """Thirty-two outputs of one group.
+
+    The 11th and the 22nd lie in two words, and a 0 is stored as 7.
+    """
     points = [index * 5 % 8 for index in range(32)]
     stored = [(point - 1) % 8 if minus_one else point for point in points]
     tensors = {
@@ -222,7 +231,10 @@ def test_bits_count_scales_and_zero_points(part):
 
 @pytest.fixture(scope="module")
 def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifacts of a small model: integers in groups of 32, and W8A8, whose norms are not the source's."""
+    """Artifacts of a small model.
+
+    One has integers in groups of 32; the other is W8A8, whose norms are not the source's.
+    """
     folder = tmp_path_factory.mktemp("accuracy")
     lines = [json.dumps({"input_ids": list(range(start, start + 60))}) for start in range(2, 10)]
     (folder / "ids.jsonl").write_text("\n".join(lines) + "\n")
@@ -249,7 +261,10 @@ def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(
     part, llama, smoothed, scheme, bits
 ):
-    """Weights, smoothed norms and rounded inputs all arrive: the scores are those of the runtime's own logits."""
+    """Weights, smoothed norms and rounded inputs all arrive.
+
+    The scores are those of the runtime's own logits.
+    """
     module, windows = part("_accuracy.score"), [torch.arange(5, 65), torch.arange(100, 140)]
     judge = module.Judge(llama, windows)
     candidate = module.of_artifact(smoothed[scheme], judge.source)
@@ -554,7 +569,10 @@ def test_a_mixture_is_judged_against_q4_k_m_where_it_has_no_more_bits(results):
 
 
 def test_fewer_bits_than_q4_k_ms_are_asked_for_on_every_model(part):
-    """llama.cpp mixes 4.5 bits with 6.5625 (values and the MLP's way back, of some layers) and 5.5 (a fused q/k/v)."""
+    """llama.cpp mixes 4.5 bits with 6.5625 and 5.5.
+
+    6.5625 are of values and the MLP's way back, of some layers; 5.5 are of a fused q/k/v.
+    """
     # 1 of 3 layers
     wide = {
         "qkvo": 2 * 768 * 768 + 768 * 256,
@@ -603,7 +621,10 @@ def test_seconds_of_a_busy_machine_are_neither_shown_nor_judged(results):
 def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(
     part, results, tmp_path, monkeypatch, capsys
 ):
-    """Two programs, three rounds: 7 of 9, 3, 7 seconds and 20 of 10, 30, 20; the one that is not installed says so once."""
+    """Two programs, three rounds, and one program that is not installed, which says so once.
+
+    The rounds are 7 of 9, 3, 7 seconds and 20 of 10, 30, 20.
+    """
     program, rows = part("accuracy"), part("_accuracy.rows")
     plain: dict[str, Any] = {"scheme": W4, "commands": [[sys.executable]], "after": None}
     ours, theirs = (rows.Row(program=name, **plain) for name in ("quantflow gptq", "GPTQModel"))

@@ -1,4 +1,7 @@
-"""The tests of layers and of the runtime on a simulated device; what quantizes there is in test_device_quantize.py."""
+"""The tests of layers and of the runtime on a simulated device.
+
+test_device_quantize.py has those of quantizing.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The documents: their Python runs, their links lead somewhere, their figures are those of the tables."""
+"""The documents: their Python runs, their links lead somewhere.
+
+Their figures are those of the tables.
+"""
 
 import dataclasses
 import re
@@ -43,7 +46,10 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.fixture
 def notebook_folder(tmp_path, llama, text_files, monkeypatch):
-    """Return the current folder, with the texts and a model that the pages speak of; groups of 128 divide the model."""
+    """The current folder, with the texts and a model that the pages speak of.
+
+    Groups of 128 divide the model.
+    """
     torch.manual_seed(0)
     shape = {
         "hidden_size": 128,

@@ -1,4 +1,7 @@
-"""docs/coverage.md accounts for every row of five programs' documents, by tests that exist or by a reason."""
+"""docs/coverage.md accounts for every row of five programs' documents.
+
+A row has tests that exist, or a reason.
+"""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""docs/environment.md has every variable that the code reads or sets, and those that `serve` does not read."""
+"""docs/environment.md has every variable that the code reads or sets.
+
+It also has those that `serve` does not read.
+"""
 
 import ast
 import re
@@ -47,7 +50,10 @@ def rows(heading):
 
 
 def literals(path):
-    """Return the strings of a file that look like variables: not of `os.sysconf`, nor of the table of what is not read."""
+    """The strings of a file that look like variables.
+
+    Those of `os.sysconf` and of the table of unread variables are none.
+    """
     tree = ast.parse((ROOT / path).read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "UNREAD":

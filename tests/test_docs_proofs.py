@@ -1,4 +1,7 @@
-"""docs/formats.md has the table of what other programs confirmed, made from tests' marks and what their runs recorded."""
+"""docs/formats.md has the table of other programs' confirmations.
+
+It is made from tests' marks and the records of their runs.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,7 @@
-"""docs/recipes.md has the table that the code's own records make, and the records say what the mathematics does."""
+"""docs/recipes.md has the table that the code's own records make.
+
+The records say what the mathematics does.
+"""
 
 import importlib.util
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""docs/versions.md names the versions that constraints.txt pins and the tests of other programs ask for."""
+"""docs/versions.md names the versions of constraints.txt and of the tests of other programs."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The example model's programs: its text, the outliers that can be planted in it, and what GPTQ gains on it."""
+"""The example model's programs: its text, its planted outliers, and GPTQ's gain on it."""
 
 import importlib.util
 import json
@@ -108,7 +108,10 @@ def test_the_text_is_the_same_each_time() -> None:
 
 @pytest.fixture(scope="module")
 def small_model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of the example's shape but for its vocabulary, depth and norms that are not all one."""
+    """A random Llama of the example's shape but for vocabulary and depth.
+
+    Its norms are not all one.
+    """
     folder = tmp_path_factory.mktemp("example") / "model"
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -234,7 +237,10 @@ def mean_kld(
     *,
     signround: SignRound | None = None,
 ) -> dict[str, float]:
-    """Return what the example in 4 bits loses by each algorithm, measured as the demo does it, in nats per held-out token."""
+    """The loss of the example in 4 bits by each algorithm, in nats per held-out token.
+
+    It is measured as the demo does it.
+    """
     calibration = Calibration(source=str(text), samples=128, sequence_length=512)
     job = MeasureJob(
         model=EXAMPLE,
@@ -298,9 +304,7 @@ def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_t
 
 @needs_weights
 @pytest.mark.slow
-def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> (
-    None
-):
+def test_scales_fitted_to_the_weights_keep_the_example_closer_than_those_of_the_whole_range():
     windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
     source = open_source(EXAMPLE)
     model = load_model(source, dtype=torch.float32)

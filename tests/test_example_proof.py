@@ -1,4 +1,7 @@
-"""Proofs on the example model: a mend keeps what it predicts, and another seed of calibration is no regression."""
+"""Proofs on the example model.
+
+A mend keeps what it predicts, and another seed of calibration is no regression.
+"""
 
 import json
 import runpy

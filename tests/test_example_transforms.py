@@ -1,4 +1,7 @@
-"""Transforms on the example model and its variant with planted outliers: the same function, and less lost to quantization."""
+"""Transforms on the example model and its variant with planted outliers.
+
+The function is the same, and quantization loses less.
+"""
 
 import json
 import runpy
@@ -308,7 +311,10 @@ def test_awq_loses_less_than_rounding_to_nearest(kld, scheme, options, bound):
 
 @pytest.mark.sweep
 def test_weights_alone_need_smoothing_too_where_inputs_have_outliers(kld):
-    """Why best searches how far to smooth: a step of a weight counts as much more as its input's channel is larger."""
+    """The reason that best searches how far to smooth.
+
+    A step of a weight counts as much more as its input's channel is larger.
+    """
     plain, best = (
         kld("outliers", "W8A16", "best", *given)
         for given in ((), ({"smoothquant": {"alpha": "auto"}},))
@@ -330,7 +336,10 @@ def test_a_rotation_takes_nearly_all_that_outliers_cost(kld, scheme, factor):
 def test_inputs_of_down_proj_that_are_mixed_on_the_way_take_most_of_what_a_folded_rotation_leaves(
     kld, scheme, factor
 ):
-    """Why it exists: behind the gate one channel of a few tokens sets the range of all, and nothing can be folded in there."""
+    """The reason for it: nothing can be folded in behind the gate.
+
+    There one channel of a few tokens sets the range of all.
+    """
     folded, mixed = (
         kld("embedded", scheme, "rtn", {"hadamard": {"down": down}}) for down in (False, True)
     )

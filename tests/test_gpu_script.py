@@ -1,4 +1,7 @@
-"""benchmarks/gpu.py: a check that fails or hangs leaves the others, results outlive a kill, and the checks run on the CPU."""
+"""benchmarks/gpu.py and its checks on the CPU.
+
+A check that fails or hangs leaves the others, and results outlive a kill.
+"""
 
 import json
 import os
@@ -151,9 +154,12 @@ from _gpu.record import Place, write_whole
 paths = {{name: Path({str(place.work)!r}) for name in ("model", "work", "shared", "peers")}}
 place = Place(device="cpu", size="smallest", **paths)
 names = ("tells", "hangs", "misses")
-chosen = [gpu.Check(name=name, asks="?", function="made_up_checks:" + name, limit=60) for name in names]
+chosen = [
+    gpu.Check(name=name, asks="?", function="made_up_checks:" + name, limit=60) for name in names
+]
 def keep(outcomes, seconds):
-    write_whole(Path({str(tmp_path)!r}) / "results.json", json.dumps([dataclasses.asdict(one) for one in outcomes]))
+    found = json.dumps([dataclasses.asdict(one) for one in outcomes])
+    write_whole(Path({str(tmp_path)!r}) / "results.json", found)
 gpu.run(chosen, place, budget=100, keep=keep, say=print, earlier={{}})
 """
     process = subprocess.Popen([sys.executable, "-c", program])
@@ -290,7 +296,10 @@ class Event:
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Let torch.cuda answer as if there were an H100, so that the lines for a GPU run; tensors stay on the CPU."""
+    """Let torch.cuda answer as if there were an H100, so that the lines for a GPU run.
+
+    Tensors stay on the CPU.
+    """
     properties = {
         "name": "NVIDIA H100",
         "major": 9,
@@ -523,7 +532,10 @@ def test_a_random_model_has_its_shape_and_counts_what_a_token_reads(part, place)
 
 @pytest.mark.slow
 def test_on_the_cpu_at_the_smallest_size_checks_run_and_hold(tmp_path):
-    """As `make gpu` runs them; those that take minutes on a CPU are left out, docs/gpu-results.json has them."""
+    """The checks as `make gpu` runs them.
+
+    Those that take minutes on a CPU are left out; docs/gpu-results.json has them.
+    """
     names = ("environment", "measure", "generate", "graph", "large decoder", "memory", "peers")
     command = [
         sys.executable,

@@ -159,7 +159,10 @@ def test_imports_point_downwards(path):
 
 
 def member_of(path: Path) -> tuple[str, str] | None:
-    """The table that a file belongs to and its member there, a file or a folder; None for others."""
+    """The table that a file belongs to and its member there, a file or a folder.
+
+    None for others.
+    """
     if not path.is_relative_to(ROOT / "quantflow"):
         return None
     package, *rest = path.relative_to(ROOT / "quantflow").with_suffix("").parts

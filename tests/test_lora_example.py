@@ -1,4 +1,7 @@
-"""examples/lora: an adapter that PEFT trains on an artifact's weights runs beside the artifact, and is merged into a model."""
+"""examples/lora: an adapter that PEFT trains on an artifact's weights.
+
+It runs beside the artifact, and is merged into a model.
+"""
 
 import json
 import subprocess
@@ -10,21 +13,16 @@ from safetensors.torch import load_file
 
 from quantflow.exporting import export as export_stage
 from quantflow.runtime.adapters import read_adapter
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow  # it trains
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "lora" / "finetune.py"
 
 
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def trained(llama, text_files, tmp_path_factory):
-    """Return the folder with an artifact, its dequantized weights and the adapter, and what the training said."""
+    """Folder of an artifact, its dequantized weights and the adapter, and training's output."""
     work = tmp_path_factory.mktemp("lora")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it

@@ -1,4 +1,7 @@
-"""A method is added in its own package and in a table: nowhere else does its name stand as a string."""
+"""A method is added in its own package and in a table.
+
+Nowhere else does its name stand as a string.
+"""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What is installed is one name, `quantflow`; its command runs in any folder, whatever packages that folder holds.
+"""The installed distribution has one name, `quantflow`.
+
+Its command runs in any folder, whatever packages that folder holds.
 
 Slow are the tests that build the wheel and a virtual environment for it.
 """
@@ -22,7 +24,10 @@ ENTRY = "{name: w4a16, scheme: W4A16, algorithm: gptq}"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy with its links: setuptools leaves a build folder beside what it builds."""
+    """The wheel, built from a copy with its links.
+
+    setuptools leaves a build folder beside its source.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("quantflow", "stages", "configs"):
         unwanted = shutil.ignore_patterns("__pycache__")
@@ -57,7 +62,10 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def foreign_folder(folder: Path) -> Path:
-    """Make a folder as research repositories are: it has packages of its own that are called configs and stages."""
+    """Make a folder as research repositories are.
+
+    It has packages of its own that are called configs and stages.
+    """
     for name in ("configs", "stages"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(
@@ -79,7 +87,7 @@ def output_of(command: list[str | Path], folder: Path, **environment: str) -> st
 def test_the_command_runs_in_a_folder_that_has_packages_of_the_same_names(
     llama: Path, tmp_path: Path
 ) -> None:
-    """By what an installed command is: a file whose own folder, and not the current one, is first on the path."""
+    """An installed command has its own folder first on the path, not the current one."""
     program = tmp_path / "bin" / "quantflow"
     program.parent.mkdir()
     program.write_text("import sys\nfrom quantflow.stages.cli import main\nsys.exit(main())\n")

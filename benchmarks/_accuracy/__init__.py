@@ -1,1 +1,1 @@
-"""The parts of accuracy.py: models and text, the programs that are compared, the evaluation, results."""
+"""The parts of accuracy.py: models and text, the compared programs, the evaluation, results."""

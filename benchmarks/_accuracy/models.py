@@ -1,4 +1,7 @@
-"""The models that are quantized, and the text: token ids for calibration and for the evaluation, the same for every program."""
+"""The models that are quantized, and their text.
+
+Token ids for calibration and for the evaluation are the same for every program.
+"""
 
 import json
 import shutil
@@ -105,7 +108,9 @@ def groups_of_128(model: Path) -> bool:
 
 
 def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
-    """Write the calibration file of a model, the same each time, and return it with the evaluation's windows.
+    """Write the calibration file of a model, and compute the evaluation's windows.
+
+    The file is the same each time.
 
     Args:
         name: as `make_model` takes it; released models are given the shipped texts.
@@ -165,7 +170,9 @@ def _text(
 
 
 def export_gguf(model: Path, folder: Path) -> tuple[Path, Path]:
-    """Write a model in bf16 for llama.cpp, and beside it which rows of the checkpoint each linear's rows are.
+    """Write a model in bf16 for llama.cpp, and its order of rows.
+
+    The order says which rows of the checkpoint each linear's rows are.
 
     Args:
         model: the folder of the model.

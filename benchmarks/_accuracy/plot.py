@@ -28,7 +28,10 @@ SIDES = {True: ("-", "0.2", f"{OURS}, the least"), False: ("--", "0.5", "peers, 
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write an SVG, or what else the suffix says. Rows with quantized inputs, and of whole files, are left out."""
+    """Write the plot in the format of the suffix, such as SVG.
+
+    Rows with quantized inputs and rows of whole files are left out.
+    """
     inputs = [name for name in FLOAT4 if not name.endswith("A16")]
     rows = [row for row in outcomes if row.scheme not in (*INPUTS, *inputs, *FILES)]
     models, programs = (
@@ -92,7 +95,10 @@ def _panel(axes: Axes, model: str, rows: Sequence[Outcome], sides: Sequence[Sequ
 
 
 def least(points: Iterable[tuple[float, float]], *, end: float) -> list[tuple[float, float]]:
-    """Return the corners of the least divergence with at most so many bits, by bits; the last one again at `end`, if beyond."""
+    """Corners of the least divergence with at most so many bits, by bits.
+
+    The last corner stands again at `end`, if that lies beyond.
+    """
     corners: list[tuple[float, float]] = []
     for bits, divergence in sorted(points):
         if not corners or divergence < corners[-1][1]:

@@ -89,7 +89,10 @@ class Outcome:
 
 
 def read(path: Path | None, *, tokens: int) -> dict[tuple[str, str, str], Outcome]:
-    """Return the rows of a results file; none where there is no file, or its evaluation had another number of tokens."""
+    """The rows of a results file.
+
+    There are none without a file, or where its evaluation had another number of tokens.
+    """
     if path is None or not path.exists():
         return {}
     earlier = json.loads(path.read_text()).get(PART, {})
@@ -106,13 +109,16 @@ def write(
 
 
 def middle(runs: Sequence[Outcome]) -> Outcome:
-    """Return the run that stands for all of the same row: the one in the middle by seconds, of an even number the slower."""
+    """The run that stands for all runs of a row: the one in the middle by seconds.
+
+    Of an even number of runs it is the slower one.
+    """
     chosen = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     return replace(chosen, runs=[run.seconds for run in runs])
 
 
 def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]:
-    """Return rows by model, then scheme as rows.py has them (others by their bits), then divergence."""
+    """Rows by model, then scheme as rows.py has them (others by their bits), then divergence."""
     schemes = [*(scheme.name for scheme in (*WEIGHTS, *NARROWER)), *INPUTS, *FLOAT4, *FILES]
 
     def place(row: Outcome) -> tuple[int, int, float, float]:
@@ -206,7 +212,10 @@ def _eight(rows: Rows) -> list[Bar]:
 
 
 def _mixed(rows: Rows) -> list[Bar]:
-    """Mixtures, next to the straight line between the uniform schemes around them, and to a peer's mixture of more bits."""
+    """Mixtures beside the uniform schemes and a peer's mixture.
+
+    The uniform schemes around a mixture give a straight line; the peer's mixture has more bits.
+    """
     judged = []
     for (program, scheme), ours in rows.items():
         if scheme not in MIXED:
@@ -250,7 +259,10 @@ def _nearest_of_ours(rows: Rows, scheme: str) -> Outcome | None:
 
 
 def _files(rows: Rows) -> list[Bar]:
-    """Files of llama.cpp's types, next to its own quantizer's with an importance matrix; llama.cpp runs both."""
+    """Files of llama.cpp's types, beside its own quantizer's with an importance matrix.
+
+    llama.cpp runs both.
+    """
     judged = []
     for name in JUDGED_FILES:
         ours, theirs = _nearest_of_ours(rows, name), rows.get((IMPORTANCE, name))

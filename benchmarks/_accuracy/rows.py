@@ -1,4 +1,6 @@
-"""What is compared: every program with every scheme it has, as commands that run one after another in processes of their own.
+"""The comparison's rows: every program with every scheme it has.
+
+A row is commands that run one after another in processes of their own.
 
 Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a
 scale at 4 bits, 64 below, and a scale per output at 8. Everything else is the program's default, or
@@ -187,7 +189,11 @@ def all_rows(place: Place) -> list[Row]:
 
 
 def wanted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Return the rows that `--only` asks for: all without a text; the row whose `text` is one, else those that contain it."""
+    """The rows that `--only` asks for.
+
+    Without a text these are all. A row whose `text` is equal to one stands alone, else all that
+    contain it.
+    """
     whole = {row.text for row in rows}.intersection(only)
     parts = [text for text in only if text not in whole]
     return [
@@ -223,7 +229,10 @@ def _our_row(
     options: tuple[str, ...] = (),
     target: float | None = None,
 ) -> Row:
-    """Return a row of quantflow's, measured where it must be; schemes are chosen where bits per weight are given."""
+    """A row of quantflow's, measured where it must be.
+
+    Schemes are chosen where bits per weight are given.
+    """
     needs = f"{scheme}:{algorithm}" if target is None else f"{scheme}:{algorithm}@{target}"
     options = options if target is None else (*options, "--target-bpw", str(target))
     ours, (entry,) = Commands(model=place.model), entries_of(needs)
@@ -332,7 +341,10 @@ def _llama_cpp(place: Place, scheme: str, kind: str, *, importance: bool) -> Row
 
 
 def _files(place: Place) -> Iterator[Row]:
-    """Yield the rows of whole files, quantflow's and those of llama.cpp's quantizer with and without an importance matrix."""
+    """Yield the rows of whole files.
+
+    They are quantflow's and those of llama.cpp's quantizer with and without an importance matrix.
+    """
     python = place.peers / "llamacpp" / "bin" / "python"
 
     def run_by_llama_cpp(row: Row, file: Path) -> Row:

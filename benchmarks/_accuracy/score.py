@@ -1,6 +1,9 @@
-"""The evaluation, the same for every program: its dequantized weights in the float32 model, its inputs rounded as it would.
+"""The evaluation, the same for every program.
 
-    bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
+Its dequantized weights stand in the float32 model, whose inputs are rounded as the program would.
+
+    bits per weight = 8 * bytes of packed weights, scales and zero points
+                      / weights of the quantized linears
 
 The metrics are those of quantflow.validating, of held-out windows, against the original model in
 float32. Of a GGUF file that llama.cpp ran the logits are llama.cpp's, with its rounding of inputs,
@@ -98,7 +101,10 @@ def of_artifact(folder: Path, source: Source) -> Candidate:
 
 
 def of_peer(folder: Path) -> Candidate:
-    """Read what a peer's script wrote: weights.safetensors, and report.json with `bytes`, `linears`, `input`, `scales`."""
+    """The output of a peer's script.
+
+    It is weights.safetensors, and report.json with `bytes`, `linears`, `input`, `scales`.
+    """
     tensors, report = (
         load_file(folder / "weights.safetensors"),
         json.loads((folder / "report.json").read_text()),
@@ -115,7 +121,10 @@ def of_peer(folder: Path) -> Candidate:
 
 
 class Judge:
-    """Scores candidates of one model; it keeps the original's logits, float32 [S, V] for every window."""
+    """Scores of candidates of one model.
+
+    It keeps the original's logits, float32 [S, V] for every window.
+    """
 
     def __init__(self, model: Path, windows: Sequence[Tensor]) -> None:
         """Run the original model over the windows, int64 [S] each."""
@@ -140,7 +149,7 @@ class Judge:
         return self.score_logits(map(logits_of(model), self._windows))
 
     def score_file(self, folder: Path) -> tuple[float, dict[str, float]]:
-        """Return the bits per element of a file that llama.cpp ran, and the metrics of the logits that it left.
+        """Bits per element of a file that llama.cpp ran, and metrics of its logits.
 
         Args:
             folder: logits.f32, float32 [V] for each token of each window, and file.json:
@@ -152,8 +161,11 @@ class Judge:
         report, path = json.loads((folder / "file.json").read_text()), folder / "logits.f32"
         size, tokens = report["vocabulary"], sum(map(len, self._windows))
         if path.stat().st_size != 4 * size * tokens or size != self._baseline[0].shape[1]:
-            told = f"{path.stat().st_size} bytes, {tokens} tokens of {self._baseline[0].shape[1]} logits were wanted"
-            raise Failed(f"{path}: {told} (llama.cpp has {size} in its vocabulary)")
+            raise Failed(
+                f"{path}: {path.stat().st_size} bytes, {tokens} tokens of "
+                f"{self._baseline[0].shape[1]} logits were wanted "
+                f"(llama.cpp has {size} in its vocabulary)"
+            )
         logits = np.memmap(path, dtype="<f4", mode="r", shape=(tokens, size))
 
         def windows() -> Iterator[Tensor]:

@@ -1,4 +1,6 @@
-"""Train one of the benchmark's models: FAMILY --minutes M --output DIR, with examples/tiny-llama on PYTHONPATH.
+"""Train one of the benchmark's models: FAMILY --minutes M --output DIR.
+
+examples/tiny-llama has to be on PYTHONPATH.
 
 On the text, with the tokenizer, optimizers and schedule of examples/tiny-llama/train.py; another
 family and other widths, so that nothing is tuned to one model. The weights are saved in bf16. The
@@ -34,7 +36,10 @@ SHARED = {
 
 
 def gpt_neox() -> PreTrainedModel:
-    """Return 4 layers of hidden 512 with biases, LayerNorm, GELU, a fused q/k/v and the two branches in parallel."""
+    """A configuration of 4 layers of hidden 512 with biases, LayerNorm and GELU.
+
+    q/k/v are fused, and the two branches are parallel.
+    """
     sizes = {
         "hidden_size": 512,
         "intermediate_size": 2048,

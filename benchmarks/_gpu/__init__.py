@@ -1,1 +1,4 @@
-"""The checks of gpu.py, and what they find. A check is a function of a `record.Place` that tells a `record.Found`."""
+"""The checks of gpu.py, and their findings.
+
+A check is a function of a `record.Place` that fills a `record.Found`.
+"""

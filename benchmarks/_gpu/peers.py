@@ -18,7 +18,10 @@ VLLM_NEW = 128
 
 
 def peers(place: Place, found: Found) -> None:
-    """Time llm-compressor and GPTQModel beside measure and gptq, from import to the saved folder; then vLLM's decoding."""
+    """Time llm-compressor and GPTQModel beside measure and gptq, then vLLM's decoding.
+
+    The time runs from import to the saved folder.
+    """
     compressor, gptqmodel = (_python(place, name, found) for name in ("llmcompressor", "gptqmodel"))
     if compressor is not None or gptqmodel is not None:
         _rounding(place, found, compressor=compressor, gptqmodel=gptqmodel)
@@ -94,7 +97,10 @@ def _rounding(
 
 
 def autoround(place: Place, found: Found) -> float | None:
-    """Return the seconds of AutoRound's default at W4A16 on the example model; None where it is not installed or fails."""
+    """Seconds of AutoRound's default at W4A16 on the example model.
+
+    None where it is not installed or fails.
+    """
     python = _python(place, "autoround", found)
     if python is None:
         return None
@@ -152,7 +158,7 @@ def _decoding(place: Place, found: Found, python: Path) -> None:
 
 
 def _python(place: Place, name: str, found: Found) -> Path | None:
-    """Return the interpreter of a peer's environment, or None and a line that says it is not there."""
+    """The interpreter of a peer's environment, or None and a line that says it is not there."""
     python = place.peers / name / "bin" / "python"
     if python.exists():
         return python
@@ -161,7 +167,10 @@ def _python(place: Place, name: str, found: Found) -> Path | None:
 
 
 def _run(command: Sequence[str | Path], found: Found, name: str) -> float | None:
-    """Return the seconds of another program's whole process; None, and a line that says so, where it fails."""
+    """Seconds of another program's whole process.
+
+    None, and a line that says so, where it fails.
+    """
     begin = time.perf_counter()
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin

@@ -29,7 +29,10 @@ SEED = 0
 
 
 def products(place: Place, found: Found) -> None:
-    """Time a plain read of the device's memory, then every scheme's product at one token and at a prompt's."""
+    """Time a plain read of the device's memory, then every scheme's product.
+
+    A product is timed at one token and at a prompt's.
+    """
     clock = Clock(device=torch.device(place.device), rounds=place.amounts.rounds)
     speed = read_speed(clock)
     found.figure("plain read of the memory", speed / 1e9, "GB/s")
@@ -108,7 +111,10 @@ def _told(
     nbytes: int,
     speed: float,
 ) -> None:
-    """Tell a time as what bounds it: bytes of the weight per second at one token, operations per second at many."""
+    """Report a time as its bound.
+
+    That is bytes of the weight per second at one token, operations per second at many.
+    """
     if tokens == 1:
         found.figure(
             what, nbytes / seconds / 1e9, f"GB/s, {nbytes / seconds / speed:.0%} of a plain read"
@@ -162,7 +168,10 @@ class Clock:
 
 
 def read_speed(clock: Clock) -> float:
-    """Return the bytes per second of a plain read of much more than the caches hold: the better of a sum and a copy."""
+    """Bytes per second of a plain read of much more than the caches hold.
+
+    It is the better of a sum and a copy.
+    """
     data = torch.zeros(
         FLUSH,
         dtype=torch.float32 if clock.device.type == "cuda" else torch.int8,
@@ -176,7 +185,10 @@ def read_speed(clock: Clock) -> float:
 
 
 def makers_speed(place: Place) -> float | None:
-    """Return the bytes per second of the device's memory by clock and width, two transfers a cycle; None if torch is silent."""
+    """Bytes per second of the device's memory by clock and width, two transfers a cycle.
+
+    None if torch is silent.
+    """
     if not place.on_gpu:
         return None
     about = torch.cuda.get_device_properties(place.device)
@@ -190,7 +202,10 @@ def makers_speed(place: Place) -> float | None:
 def scaled_mm_seconds(
     clock: Clock, tokens: int, shape: tuple[int, int], found: Found
 ) -> float | None:
-    """Return the seconds of torch's own product of e4m3, scales of one, which is cuBLAS' on a GPU; None where it has none."""
+    """Seconds of torch's own product of e4m3 with scales of one, which is cuBLAS' on a GPU.
+
+    None where it has none.
+    """
     codes = inputs(tokens, shape[1], clock.device).to(torch.float8_e4m3fn)
     weight = torch.randn(shape, device=clock.device).to(torch.float8_e4m3fn).t()
     one = torch.ones((), device=clock.device)
@@ -212,7 +227,9 @@ def inputs(tokens: int, features: int, device: torch.device) -> Tensor:
 def random_linear(
     scheme: LinearScheme, shape: tuple[int, int], *, device: torch.device, seed: int
 ) -> QuantizedLinear:
-    """Return a linear of random codes made on the device, whose outputs are about as large as its inputs.
+    """A linear of random codes made on the device.
+
+    Its outputs are about as large as its inputs.
 
     Args:
         scheme: symmetric, of integers or e4m3, per tensor, channel, group or block.

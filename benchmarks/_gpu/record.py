@@ -1,4 +1,6 @@
-"""Where a check runs and how much it does; what it finds, line by line, so that a check that is ended leaves what it had.
+"""The place of a check, its size, and its findings, line by line.
+
+A check that is ended leaves the lines it had.
 
 | kind   | what a line tells                                             |
 |--------|---------------------------------------------------------------|

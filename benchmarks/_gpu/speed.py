@@ -1,4 +1,7 @@
-"""Whole models on the device: random ones made there layer by layer, without files; and steps that are replayed as a graph."""
+"""Whole models on the device, and steps that are replayed as a graph.
+
+The models are random ones, made there layer by layer, without files.
+"""
 
 import gc
 import statistics
@@ -75,7 +78,9 @@ def large(place: Place, found: Found) -> None:
 
 
 def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
-    """Time prefill and decode of one shape in every scheme; what fails is told, and the next goes on.
+    """Time prefill and decode of one shape in every scheme.
+
+    A failure is recorded, and the next scheme goes on.
 
     Args:
         place: of the check.
@@ -90,7 +95,8 @@ def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
     found.figure("plain read of the memory", speed / 1e9, "GB/s")
     found.figure(
         "shape",
-        f"{shape.hidden} hidden, {shape.intermediate} intermediate, {shape.layers} layers of {name}",
+        f"{shape.hidden} hidden, {shape.intermediate} intermediate, "
+        f"{shape.layers} layers of {name}",
     )
     found.figure("prompt and steps", f"{amounts.prompt}, {amounts.steps}", "tokens")
     alone: dict[tuple[int, int], float | None] = {}
@@ -118,7 +124,10 @@ def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
 def _timed(
     made: RandomModel, device: torch.device, place: Place, found: Found, called: str
 ) -> tuple[float, float]:
-    """Return the median seconds of a prompt and of a decode step, one sequence; tell those of several and the memory."""
+    """Median seconds of a prompt and of a decode step of one sequence.
+
+    Those of several sequences and the memory are recorded.
+    """
     amounts, decoder = place.amounts, decoder_of(made.model, device)
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -196,7 +205,10 @@ def _beside_cublas(
 
 
 def decoder_of(model: nn.Module, device: torch.device) -> Decoder:
-    """Return what decodes with a model as `quantflow.load` has it: replayed steps on a GPU, transformers' cache elsewhere."""
+    """The decoder of a model as `quantflow.load` has it.
+
+    A GPU replays steps; elsewhere it uses transformers' cache.
+    """
     if device.type == cuda.NAME:
         return GraphDecoder(model, device=device, capture=partial(cuda.capture, device=device))
     return TransformersDecoder(model, device=device)
@@ -251,7 +263,10 @@ def _values(
 
 
 def graph(place: Place, found: Found) -> None:
-    """Decode the example artifact with steps that are replayed, the same steps one by one, and transformers' own cache."""
+    """Decode the example artifact in three ways.
+
+    They are steps that are replayed, the same steps one by one, and transformers' own cache.
+    """
     for dtype in (torch.float32, DTYPE) if place.on_gpu else (torch.float32,):
         _graph(place, found, dtype)
 

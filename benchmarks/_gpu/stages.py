@@ -1,4 +1,6 @@
-"""The stages on the device beside the same stages on the CPU: statistics, integers, divergences, tokens, bits, memory.
+"""The stages on the device beside the same stages on the CPU.
+
+Compared are statistics, integers, divergences, tokens, bits and memory.
 
 Every command is `python -m quantflow`, as a user gives it. Where a verb has no `--device` yet its
 check says so.
@@ -69,7 +71,10 @@ def takes(verb: str, option: str) -> bool:
 
 
 def on_device(place: Place, verb: str, found: Found) -> list[str]:
-    """Return the options that let a verb run on the device; none, and a line that says so, where it has none."""
+    """Options that let a verb run on the device.
+
+    None, and a line that says so, where it has none.
+    """
     if takes(verb, "--device"):
         return ["--device", place.device]
     found.absent(
@@ -258,7 +263,10 @@ def kld(result: dict[str, Any]) -> float:
 
 
 def told_apart(found: Found, what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Claim that two divergences differ by no more than the noise that the CPU's validation states."""
+    """Claim that two divergences differ by no more than the CPU's noise.
+
+    The CPU's validation states that noise.
+    """
     noise, difference = (
         float(theirs["noise_floor"]["mean_kld"]["value"]),
         abs(kld(ours) - kld(theirs)),
@@ -327,7 +335,10 @@ def leading(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def same_bits(place: Place, found: Found) -> None:
-    """Make the same twice, a third time killed and resumed, and once with two ranks; compare the bytes."""
+    """Compare the bytes of equal runs.
+
+    Two are plain, a third is killed and resumed, and one has two ranks.
+    """
     measuring = ["measure", place.model, "--stats", "amax,hessian", *calibrated(place), "-q"]
     measuring += on_device(place, "measure", found)
     again(found, "measure", measuring, place.work, files="rank-*/statistics.safetensors")
@@ -352,7 +363,9 @@ def same_bits(place: Place, found: Found) -> None:
 
 
 def two_ranks(place: Place, found: Found, rounding: Sequence[str | Path], *, first: Path) -> None:
-    """Let two ranks, with a device each, quantize together and measure with half of every linear each.
+    """Let two ranks, with a device each, quantize together and measure together.
+
+    In measuring each has half of every linear.
 
     Args:
         place: where; on the CPU the ranks share it.
@@ -398,7 +411,10 @@ def two_ranks(place: Place, found: Found, rounding: Sequence[str | Path], *, fir
 
 
 def again(found: Found, verb: str, words: Sequence[str | Path], work: Path, *, files: str) -> None:
-    """Run a command twice, and once more with SIGKILL after its first layer, and claim that the files are the same."""
+    """Claim that a command that was killed leaves the same files.
+
+    It runs twice, and once more with SIGKILL after its first layer.
+    """
     folders = [work / f"{verb}-{turn}" for turn in ("first", "second", "resumed")]
     for folder in folders[:2]:
         quantflow(*words, "-o", folder)
@@ -424,7 +440,10 @@ def again(found: Found, verb: str, words: Sequence[str | Path], work: Path, *, f
 
 
 def killed_after_a_layer(words: Sequence[str | Path], folder: Path) -> int | None:
-    """Run a command and kill it when a layer is finished; return how many were, None where it ended by itself."""
+    """Run a command, kill it when a layer is finished, and count the finished layers.
+
+    None where it ended by itself.
+    """
     command = [sys.executable, "-m", "quantflow", *map(str, words)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
     while process.poll() is None:

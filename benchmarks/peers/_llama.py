@@ -1,4 +1,6 @@
-"""llama.cpp's calls that its programs share: a file loaded, and sequences run through it. Needs llama-cpp-python and numpy.
+"""llama.cpp's calls that its programs share: load a file, and run sequences through it.
+
+Needs llama-cpp-python and numpy.
 
 What `cb_eval` is shown are tensors of llama.cpp's C interface, of which `Tensor` has the fields up
 to the name (ggml.h).
@@ -40,7 +42,9 @@ Tensor._fields_ = [
 
 
 def run(path: Path, rows: list[list[int]], *, watch: Watched | None = None) -> Iterator[Floats]:
-    """Yield the logits of each sequence, [S, V], overwritten by the next; keys and values are kept as llama.cpp does usually.
+    """Yield the logits of each sequence, [S, V], overwritten by the next.
+
+    llama.cpp keeps keys and values as it does usually.
 
     Args:
         path: the file.
@@ -85,7 +89,9 @@ def run(path: Path, rows: list[list[int]], *, watch: Watched | None = None) -> I
 
 
 class Importance:
-    """llama.cpp's importance matrix: the mean square of every input of each linear of the layers, as `llama-imatrix` has it.
+    """llama.cpp's importance matrix.
+
+    It is the mean square of every input of each linear of the layers, as `llama-imatrix` has it.
 
     Args:
         names: of the linears' weights in the file.
@@ -133,7 +139,10 @@ class Importance:
 
 
 def as_parameter(matrix: dict[str, Floats]) -> Any:
-    """Return an importance matrix as `llama_model_quantize_params.imatrix` takes it; it points into `matrix`."""
+    """An importance matrix for `llama_model_quantize_params.imatrix`.
+
+    It points into `matrix`.
+    """
     # a name that is null ends it
     entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()
     for entry, (name, values) in zip(entries, matrix.items(), strict=False):

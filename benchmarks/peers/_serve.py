@@ -1,4 +1,6 @@
-"""What the programs of runtime.py share: each loads a model once and then answers one line of JSON with another.
+"""The loop that the programs of runtime.py share.
+
+Each loads a model once and then answers one line of JSON with another.
 
     runtime_PEER.py SETTINGS          JSON: threads, and what the program itself says it takes
 
@@ -21,7 +23,11 @@ Timed = tuple[float, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What was loaded: `run` takes the rows and how many tokens to add; `read`, where there is one, bytes to read plainly."""
+    """A loaded model.
+
+    `run` takes the rows and how many tokens to add; `read`, where there is one, takes bytes to read
+    plainly.
+    """
 
     version: str
     weight_bytes: int

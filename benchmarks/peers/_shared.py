@@ -1,7 +1,11 @@
-"""What the peers' programs for accuracy.py share: arguments, token ids, the two files that each writes. Needs numpy alone.
+"""The shared parts of the peers' programs for accuracy.py.
 
-    accuracy_PEER.py quantize MODEL CALIBRATION OUTPUT SETTINGS     timed by the caller; OUTPUT is a folder, SETTINGS JSON
+They are arguments, token ids and the two files that each writes. Needs numpy alone.
+
+    accuracy_PEER.py quantize MODEL CALIBRATION OUTPUT SETTINGS     timed by the caller
     accuracy_PEER.py dequantize MODEL OUTPUT                        not timed
+
+OUTPUT is a folder, SETTINGS JSON.
 
 `quantize` saves into OUTPUT/model as the peer does, and writes OUTPUT/report.json: version,
 settings, seconds of quantization alone. `dequantize` reads what was saved, writes
@@ -23,7 +27,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `quantize` says: the peer's version, the seconds of quantization alone, and settings beside those it was given."""
+    """The report of `quantize`.
+
+    It has the peer's version, the seconds of quantization alone, and settings that the caller did
+    not give.
+    """
 
     version: str
     seconds: float
@@ -89,7 +97,11 @@ def _write(output: Path, report: Mapping[str, Any]) -> None:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """Write tensors as float32: u64 length of the header, the header in JSON, the tensors one after another."""
+    """Write tensors as float32.
+
+    The file has the length of the header as u64, the header in JSON, then the tensors one after
+    another.
+    """
     header, offset = {}, 0
     for name, tensor in tensors.items():
         size = 4 * tensor.size
@@ -108,7 +120,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
 
 
 def unpack(words: Array, bits: int, *, axis: int) -> Array:
-    """Return the unsigned integers that lie end to end in int32 words along `axis`, the lowest bit first.
+    """Unsigned integers that lie end to end in int32 words along `axis`, lowest bit first.
 
     3 bits cross from word to word, as GPTQ's first kernels had it: 32 integers in 3 words.
     """
@@ -129,7 +141,9 @@ def _ones(bits: int) -> np.int32:
 def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one: bool) -> Array:
     """Return the [O, I] float32 weight of a linear in GPTQ's layout.
 
-        weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o])        g = g_idx[i], or i // group size without one
+        weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o])
+
+    The group is g = g_idx[i], or i // group size without one.
 
     Args:
         tensors: name -> `qweight` int32 [I * bits / 32, O], `qzeros` int32 [G, O * bits / 32],
@@ -156,7 +170,10 @@ def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one
 
 
 def awq_weight(tensors: Mapping[str, Array], name: str) -> Array:
-    """Return the [O, I] float32 weight of a 4-bit linear in AWQ's layout: all packed along O, eight at a time in its order."""
+    """The [O, I] float32 weight of a 4-bit linear in AWQ's layout.
+
+    All is packed along O, eight at a time in AWQ's order.
+    """
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     # [I, O], [G, O]
     values, points = (
@@ -179,7 +196,9 @@ def arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def microscaled_weight(parts: Mapping[str, Array]) -> Array:
-    """Return a weight of e2m1 or e4m3 with scales of groups, [O, I] float32, as compressed-tensors stores it.
+    """A weight of e2m1 or e4m3 with scales of groups, [O, I] float32.
+
+    compressed-tensors stores it.
 
     Args:
         parts: weight_packed [O, I / 2] uint8 (e2m1) or weight [O, I] float32, its values;
@@ -203,5 +222,8 @@ def microscaled_weight(parts: Mapping[str, Array]) -> Array:
 
 
 def stored_bytes(tensors: Mapping[str, Any], name: str) -> int:
-    """Return the bytes of a linear in GPTQ's or AWQ's layout as saved, torch's tensors, without the order of its columns."""
+    """Bytes of a linear in GPTQ's or AWQ's layout as saved.
+
+    They are of torch's tensors, without the order of its columns.
+    """
     return sum(int(tensors[f"{name}.{part}"].nbytes) for part in ("qweight", "qzeros", "scales"))

@@ -1,4 +1,6 @@
-"""GPTQModel for accuracy.py; see _shared.py for the arguments. SETTINGS: bits, group_size, symmetric.
+"""GPTQModel for accuracy.py; see _shared.py for the arguments.
+
+SETTINGS: bits, group_size, symmetric.
 
 Its own defaults otherwise: no act order, columns in an order that keeps groups in place
 (act_group_aware) where there are groups, lm_head left alone.

@@ -45,7 +45,10 @@ def dequantize(model: Path, folder: Path, _settings: dict[str, Any]) -> Saved:
 
 
 def weight_of(module: Any) -> Tensor:
-    """Return scale * (qvalue - zero_point) in float32, [O, I]; its own `recover` rounds to float16."""
+    """Weight of scale * (qvalue - zero_point) in float32, [O, I].
+
+    Its own `recover` rounds to float16.
+    """
     found = module.unpack()
     value, size = found["int_weight"].float(), module.in_features // found["scales"].shape[1]
     if found["zp"] is not None:

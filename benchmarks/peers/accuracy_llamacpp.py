@@ -1,6 +1,10 @@
-"""llama.cpp's own quantizer for accuracy.py; see _shared.py for the arguments. Needs gguf and llama-cpp-python.
+"""llama.cpp's own quantizer for accuracy.py; see _shared.py for the arguments.
 
-    accuracy_llamacpp.py run FILE WINDOWS OUTPUT        not timed; FILE is a GGUF file, WINDOWS .jsonl with `input_ids`
+Needs gguf and llama-cpp-python.
+
+    accuracy_llamacpp.py run FILE WINDOWS OUTPUT        not timed
+
+FILE is a GGUF file, WINDOWS .jsonl with `input_ids`.
 
 SETTINGS: type, such as Q4_K_M; importance, whether an importance matrix is made of the calibration
 tokens first; gguf, the model in bf16; names, which tensor and rows of the checkpoint each linear of
@@ -45,7 +49,7 @@ def quantize(_model: str, rows: list[list[int]], output: Path, settings: dict[st
 
 
 def importance(path: Path, rows: list[list[int]]) -> dict[str, np.ndarray]:
-    """Return the importance matrix of every linear of the layers, made of all tokens of the rows."""
+    """The importance matrix of every linear of the layers, of all tokens of the rows."""
     tensors = GGUFReader(path).tensors
     seen = Importance(
         [
@@ -60,7 +64,7 @@ def importance(path: Path, rows: list[list[int]]) -> dict[str, np.ndarray]:
 
 
 def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
-    """Read the file with gguf's own dequantization, and put rows back into the checkpoint's order."""
+    """The file by gguf's own dequantization, with rows back in the checkpoint's order."""
     names, weights, stored = json.loads(Path(settings["names"]).read_text()), {}, 0
     for tensor in GGUFReader(folder / FILE).tensors:
         if tensor.name not in names:

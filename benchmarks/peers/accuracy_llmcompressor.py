@@ -58,7 +58,10 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
 
 
 def recipe(settings: dict[str, Any], *, family: str) -> list[Modifier]:
-    """Return the modifiers in the order in which they run; it knows no norms of GPT-NeoX, so those are named."""
+    """The modifiers in the order in which they run.
+
+    It knows no norms of GPT-NeoX, so those are named.
+    """
     told: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head", "embed_out"]}
     if "scheme" in settings:
         told["scheme"] = settings["scheme"]

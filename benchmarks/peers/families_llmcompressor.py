@@ -1,4 +1,6 @@
-"""Every language model of transformers as a tiny random model through llm-compressor's GPTQ: in its environment.
+"""Every language model of transformers through llm-compressor's GPTQ, in its environment.
+
+Each is a tiny random model.
 
     python benchmarks/peers/families_llmcompressor.py [--only TYPE ...] [--results FILE] [--again]
 

@@ -1,4 +1,6 @@
-"""GPTQModel: MODEL CALIBRATION OUTPUT. Run with its environment's Python, GPTQMODEL_CPU_WORKERS=2 on two cores.
+"""GPTQModel: MODEL CALIBRATION OUTPUT.
+
+It runs with its environment's Python, GPTQMODEL_CPU_WORKERS=2 on two cores.
 
 4 bits, symmetric groups of 128, no act order, lm_head left alone; finished layers go to disk, which
 is its default.

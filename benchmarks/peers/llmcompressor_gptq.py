@@ -1,4 +1,6 @@
-"""llm-compressor's sequential path: MODEL CALIBRATION OUTPUT [--offload DIR]. Run with its environment's Python.
+"""llm-compressor's sequential path: MODEL CALIBRATION OUTPUT [--offload DIR].
+
+It runs with its environment's Python.
 
 GPTQ at W4A16, symmetric groups of 128, lm_head left alone. `--offload` keeps the weights on disk,
 the most frugal way that it offers.

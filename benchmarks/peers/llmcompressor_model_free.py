@@ -1,4 +1,7 @@
-"""llm-compressor's path without a model definition: MODEL SCHEME OUTPUT [--workers N]. Run with its environment's Python."""
+"""llm-compressor without a model definition: MODEL SCHEME OUTPUT [--workers N].
+
+It runs with its environment's Python.
+"""
 
 import argparse
 

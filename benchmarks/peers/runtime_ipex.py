@@ -1,4 +1,6 @@
-"""Intel's extension for PyTorch (IPEX) for runtime.py; see _serve.py. SETTINGS: model, gptq, threads.
+"""Intel's extension for PyTorch (IPEX) for runtime.py; see _serve.py.
+
+SETTINGS: model, gptq, threads.
 
 Needs intel-extension-for-pytorch 2.8, torch 2.8 and transformers 4.51. `gptq` is a folder in GPTQ's
 layout, which the extension loads as its low-precision checkpoint: its linears run as they are

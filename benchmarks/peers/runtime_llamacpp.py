@@ -1,4 +1,6 @@
-"""llama.cpp for runtime.py; see _serve.py. SETTINGS: gguf, type or null, output, threads. Needs llama-cpp-python and gguf.
+"""llama.cpp for runtime.py; see _serve.py.
+
+SETTINGS: gguf, type or null, output, threads. Needs llama-cpp-python and gguf.
 
 With a type, such as Q4_0, `gguf` (in bf16) is quantized to `output` first, unless that is there.
 """

@@ -1,4 +1,6 @@
-"""ONNX Runtime GenAI for runtime.py; see _serve.py. SETTINGS: model, output, threads. Needs onnxruntime-genai and onnx.
+"""ONNX Runtime GenAI for runtime.py; see _serve.py.
+
+SETTINGS: model, output, threads. Needs onnxruntime-genai and onnx.
 
 The model is built to `output` first with its model builder, 4 bits in its default groups, unless it
 is there.

@@ -1,4 +1,6 @@
-"""OpenVINO GenAI for runtime.py; see _serve.py. SETTINGS: model, bits, output, threads. Needs openvino-genai, optimum-intel.
+"""OpenVINO GenAI for runtime.py; see _serve.py.
+
+SETTINGS: model, bits, output, threads. Needs openvino-genai, optimum-intel.
 
 The model is exported to `output` first with optimum-intel, unless it is there: 4 bits in symmetric
 groups of 128 in every linear, or 8 bits; its head has 8 bits in both.

@@ -1,4 +1,7 @@
-"""transformers, eager, for runtime.py; see _serve.py. SETTINGS: model, dtype, threads. Needs torch and transformers."""
+"""transformers, eager, for runtime.py; see _serve.py.
+
+SETTINGS: model, dtype, threads. Needs torch and transformers.
+"""
 
 from typing import Any
 

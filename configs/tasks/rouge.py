@@ -1,4 +1,6 @@
-"""ROUGE of a written summary beside the document's: F measures, words stemmed (Lin 2004).
+"""ROUGE of a written summary beside the one in the document.
+
+F measures, words stemmed. Lin 2004, by the package rouge_score.
 
 The package rouge_score computes it.
 A task names it with `process_results: !function rouge.scores`; its documents have `summary`.

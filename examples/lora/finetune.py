@@ -1,9 +1,13 @@
-"""Train a LoRA adapter with PEFT and accelerate, which `quantflow generate --adapter` runs and `quantize --adapter` merges.
+"""Train a LoRA adapter with PEFT and accelerate.
 
-In:  a Hugging Face model, or the weights of an artifact (`quantflow export ARTIFACT -o DIR --format dequantized --dtype f32`),
-     and text: .jsonl with `text` in each line, or .txt with blank lines between documents.
-Out: DIR with adapter_config.json and adapter_model.safetensors, and what happened as one line of JSON: loss and perplexity of
-     the held-out tenth of the text before and after, its share of tokens that are the likeliest, seconds, peak memory.
+`quantflow generate --adapter` runs it and `quantize --adapter` merges it.
+
+In:  a Hugging Face model, or the weights of an artifact
+     (`quantflow export ARTIFACT -o DIR --format dequantized --dtype f32`), and text: .jsonl with
+     `text` in each line, or .txt with blank lines between documents.
+Out: DIR with adapter_config.json and adapter_model.safetensors, and a report as one line of JSON:
+     loss and perplexity of the held-out tenth of the text before and after, its share of tokens
+     that are the likeliest, seconds, peak memory.
 
 Documents are joined, each with the tokenizer's BOS, and cut into sequences of --length. Only the
 adapter is trained, by AdamW.
@@ -51,7 +55,10 @@ def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, length: i
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of the next tokens in nats, and the share that are the likeliest; batch: [B, T] int64."""
+    """Mean loss of the next tokens in nats, and the share that are the likeliest.
+
+    batch: [B, T] int64.
+    """
     logits = model(input_ids=batch).logits[:, :-1].float()  # [B, T - 1, V]
     wanted = batch[:, 1:]
     return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()), (

@@ -1,9 +1,11 @@
-"""Load a server with many requests at once: the client of tgi-gaudi's examples, by its name and options, without its packages.
+"""Load a server with many requests at once.
 
-In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `text` in each line, or .txt with blank lines
-     between them.
-Out: how many requests were answered, tokens per second of all together, and seconds of the first token, of each further one and
-     of a whole request; --json prints it as one line.
+This is the client of tgi-gaudi's examples, by its name and options, without its packages.
+
+In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `text` in each line,
+     or .txt with blank lines between them.
+Out: the number of answered requests, tokens per second of all together, and seconds of the first
+     token, of each further one and of a whole request; --json prints it as one line.
 
 The server is asked for /info first. Prompts that have more tokens than --max_input_length, as the
 server counts them, are left out; the others are taken in turn until there are --total_sample_count.
@@ -30,7 +32,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A request's seconds until its first and its last token, and its tokens; `error` where it was refused."""
+    """A request's seconds until its first and its last token, and its tokens.
+
+    `error` holds the refusal.
+    """
 
     first: float = 0.0
     last: float = 0.0

@@ -27,7 +27,10 @@ READERS = {
 
 
 def plant_outliers_(tensors: dict[str, Tensor], *, seed: int = 0) -> None:
-    """Scale channels of every decoder layer's norms up, and the columns that read them down, in place."""
+    """Scale channels of every decoder layer's norms up, and the columns that read them down.
+
+    Both change in place.
+    """
     generator = random.Random(seed)
     for name in sorted(tensors):
         layer, _, norm = name.removesuffix(".weight").rpartition(".")

@@ -5,7 +5,8 @@ the `.py` files below `sysconfig`'s `stdlib` path; what goes out is two JSON-lin
 `text` per line:
 
     calibration.jsonl   excerpts of modules the model was trained on
-    heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on, in a shuffled order
+    heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on,
+                        in a shuffled order
 
 Left out: tests, codec tables, generated files and bundled wheels, because they are long and say
 little. The text differs a little between Python versions; nothing in the project depends on its
@@ -35,7 +36,7 @@ EXCERPT_CHARACTERS = 4000
 
 
 def heldout_names() -> list[str]:
-    """Return the top-level module names kept out of training, one per line of heldout_modules.txt."""
+    """The top-level module names kept out of training, one per line of heldout_modules.txt."""
     lines = (HERE / "heldout_modules.txt").read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
@@ -55,7 +56,7 @@ def module_files() -> dict[str, list[Path]]:
 
 
 def documents(*, heldout: bool) -> list[str]:
-    """Return the text of every file on one side of the split, in the order of module and file names."""
+    """The text of every file on one side of the split, in order of module and file names."""
     kept_out = set(heldout_names())
     texts = []
     for name, paths in sorted(module_files().items()):
@@ -78,7 +79,10 @@ def excerpts(count: int, seed: int = 0) -> list[str]:
 
 
 def heldout_pieces(seed: int = 0) -> list[str]:
-    """Return the held-out files cut into pieces at line ends, shuffled so that the first few are of many modules."""
+    """The held-out files cut into pieces at line ends, and shuffled.
+
+    The first few pieces are of many modules.
+    """
     pieces = []
     for text in documents(heldout=True):
         lines = text.splitlines(keepends=True)

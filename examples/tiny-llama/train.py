@@ -57,7 +57,10 @@ def train_tokenizer(texts: list[str], output: Path) -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    """Return the untrained model: 4 layers of hidden 512, 8 heads and 4 KV heads of 64, SwiGLU of 1024."""
+    """The untrained model.
+
+    It has 4 layers of hidden 512, 8 heads and 4 kv heads of 64, SwiGLU of 1024.
+    """
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -132,7 +135,10 @@ def train(
     seed: int,
     snapshot: Path,
 ) -> dict[str, object]:
-    """Train in place for `minutes` of wall time, saving a snapshot every 200 steps; return the record of the run."""
+    """Train in place for `minutes` of wall time; the record of the run.
+
+    A snapshot is saved every 200 steps.
+    """
     generator = torch.Generator().manual_seed(seed)
     pairs = optimizers(model, peak=peak, decay=decay)
     forward = torch.compile(model)

@@ -1,4 +1,7 @@
-"""The client of the fork server, the small inputs of its cases, and what an uninterrupted run of each makes."""
+"""The client of the fork server, and the small inputs of its cases.
+
+Beside each stands the output of an uninterrupted run.
+"""
 
 import contextlib
 import hashlib
@@ -78,7 +81,7 @@ class Server:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file under a final name: not hidden, in no hidden folder, and no log."""
+    """The sha256 of every file under a final name: not hidden, in no hidden folder, and no log."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
     return {
@@ -135,7 +138,10 @@ class Command:
         return self.server.run(self.arguments(folder), folder, source=str(self.source), **faults)
 
     def check_state(self, folder: Path) -> None:
-        """Assert that nothing partial stands under a final name: what is there is what an uninterrupted run makes."""
+        """Assert that nothing partial stands under a final name.
+
+        Every file there is one of an uninterrupted run.
+        """
         found = tree(folder)
         for whole in self.also:
             if found == whole:
@@ -153,20 +159,29 @@ class Command:
                 ] == []
 
     def check_continues(self, folder: Path) -> None:
-        """Assert that the same command, now without a fault, makes the same bytes and leaves nothing else."""
+        """Assert that the same command without a fault makes the same bytes.
+
+        It leaves nothing else.
+        """
         outcome = self.run(folder)
         assert outcome.code == 0, outcome.stderr
         self.check_made(folder)
         assert leftovers(folder) == []
 
     def check_made(self, folder: Path) -> None:
-        """Assert that what an uninterrupted run makes is there, and nothing else under a final name."""
+        """Assert that the output of an uninterrupted run is there.
+
+        Nothing else stands under a final name.
+        """
         found = tree(folder)
         assert sorted(found) == sorted(self.made)
         assert [name for name in found if found[name] != self.made[name]] == []
 
     def at_once(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """Return what a function makes of every item, two cases at a time; the first that fails ends the rest."""
+        """The results of a function for every item, two cases at a time.
+
+        The first that fails ends the rest.
+        """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 return list(pool.map(function, items))

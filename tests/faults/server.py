@@ -1,11 +1,14 @@
-"""A fork server: it imports everything once; each case is a fork that runs one command line with one fault.
+"""A fork server: it imports everything once.
+
+Each case is a fork that runs one command line with one fault.
 
 Run as a program with the path of a Unix socket. A connection sends one JSON request and gets one
 JSON answer:
 
     request   {"arguments": [...], "root": folder, "faults": {...}, "kill_after": seconds or null}
-    answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr", "seconds",
-               "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means],
+    answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr",
+               "seconds", "counts": {kind: calls}, "written": bytes,
+               "alien": [files opened for writing by other means],
                "allocations": blocks that torch asked for}
 
 The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks
@@ -62,21 +65,25 @@ class Faults:
     """Stand-ins for the calls of `os` that change the disk.
 
     `spec` may hold, all optional:
-        kind, at, do     the `at`-th call of a kind (open for writing and mkdir; write and pwrite; fsync; rename and link;
-                         unlink and rmdir; pread and preadv of a file of the source) fails with the errno named `do`, or is
-                         preceded by KILL, TERM, INT, INT+TERM (a second signal), or VANISH
+        kind, at, do     the `at`-th call of a kind fails with the errno named `do`, or is preceded
+                         by KILL, TERM, INT, INT+TERM (a second signal), or VANISH; kinds are open
+                         for writing and mkdir; write and pwrite; fsync; rename and link; unlink and
+                         rmdir; pread and preadv of a file of the source
         source           the folder of the model: only reads below it count
         path             what VANISH removes: a file of the source
-        full             bytes after which every write ends short, and then with ENOSPC, as does making anything new
+        full             bytes after which every write ends short, and then with ENOSPC, as does
+                         making anything new
         log              the errno named so for every write of a log file
-        since            from the `at`-th of all calls that change the disk on, each fails with the errno named `do`: a file
-                         system that turned read-only
-        limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of a file}
+        since            from the `at`-th of all calls that change the disk on, each fails with the
+                         errno named `do`: a file system that turned read-only
+        limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of
+                         a file}
         plain            be a user whom permissions of files bind, although this may be root
-        clock            seconds that the clock jumps, ahead and back in turn, each time that it is read
+        clock            seconds that the clock jumps, ahead and back in turn, each time that it is
+                         read
         zone             the time zone, as TZ names it
         slow             seconds that every fsync takes, as on a file system far away
-        allocation       which of the blocks that torch asks for is refused (allocations.c, preloaded)
+        allocation       number of the block of torch that is refused (allocations.c, preloaded)
     """
 
     def __init__(self, root: Path, spec: dict) -> None:
@@ -184,14 +191,17 @@ class Faults:
             self._fail(do, arguments)
 
     def _fail(self, number: str, arguments: tuple) -> None:
-        """Raise what the system would: a call on a path names it, one on a descriptor or beside one does not name all of it."""
+        """Raise the system's error.
+
+        A call on a path names it; one on a descriptor or beside one does not name all of it.
+        """
         code = getattr(errno, number)
         named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
         raise OSError(code, os.strerror(code), *named)
 
 
 def limit(spec: dict) -> None:
-    """Set the limits, the permissions, the clock and the allocator of this process that a description of faults names."""
+    """Set this process's limits, permissions, clock and allocator by a description of faults."""
     if "clock" in spec:
         jumps, real = itertools.cycle((spec["clock"], -spec["clock"])), (time.time, time.time_ns)
         time.time = lambda: real[0]() + next(jumps)
@@ -245,7 +255,10 @@ def drop_override() -> None:
 
 
 def forked_proof(faults: Faults):
-    """Return a `subprocess.Popen` that proves an export in a fork, not in a process that imports torch again."""
+    """A `subprocess.Popen` that proves an export in a fork.
+
+    A process would import torch again.
+    """
     original = subprocess.Popen
 
     class Proof:
@@ -286,7 +299,10 @@ def forked_proof(faults: Faults):
 
 
 def end(main, finish=lambda: None) -> None:
-    """End this process as Python does at the end of a program, but without its cleaning up of what the server owns."""
+    """End this process as Python does at the end of a program.
+
+    What the server owns is not cleaned up.
+    """
     code = 1
     try:
         code = main()

@@ -30,7 +30,10 @@ STEP = 10
 
 
 def cases(counts: dict[str, int], *, every: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (kind, k, fault); with `every` 1 each fault at each k, else the faults in turn at every so many k."""
+    """Yield (kind, k, fault).
+
+    With `every` 1 there is each fault at each k, else the faults in turn at every so many k.
+    """
     turn = 0
     for kind in KINDS:
         for at in range(1, counts[kind] + 1):

@@ -1,4 +1,7 @@
-"""Real processes that are signalled, ranks included, and state on disk that is damaged: the same command continues."""
+"""Real processes that are signalled, ranks included, and state on disk that is damaged.
+
+The same command continues.
+"""
 
 import fcntl
 import json
@@ -35,7 +38,10 @@ def finish(command: list[str]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def default_interrupt() -> Iterator[None]:
-    """Let children be interrupted although this process may run in a background that ignores SIGINT."""
+    """Let children be interrupted.
+
+    This process may run in a background that ignores SIGINT.
+    """
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -72,7 +78,10 @@ def test_an_interrupted_run_says_so_and_continues(commands, tmp_path: Path) -> N
 
 
 def terminate_ranks(llama: Path, work: Path) -> list[str]:
-    """Start a measurement of two ranks, terminate it, and return the command; nobody is left who holds a folder."""
+    """Start a measurement of two ranks, and terminate it; its command.
+
+    Nobody is left who holds a folder.
+    """
     folder, text = work / "measured", work / "tokens.jsonl"
     rows = [
         {"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]}
@@ -173,7 +182,7 @@ def test_a_damaged_record_of_a_layer_makes_the_layer_again(llama: Path, tmp_path
 
 
 def test_a_layer_of_other_inputs_is_made_again(llama: Path, tmp_path: Path) -> None:
-    """The folder is unfinished, so nothing is refused; the state key differs, so nothing is used."""
+    """Nothing is refused, for the folder is unfinished; nothing is used, for its key differs."""
     for group_size in (32, 64):
         (tmp_path / "quantized" / "DONE.json").unlink(missing_ok=True)
         entry = Quantize(name="x", scheme="W4A16", algorithm="rtn", group_size=group_size)

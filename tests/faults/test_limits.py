@@ -1,4 +1,7 @@
-"""Limits of the system: descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or slow, clocks.
+"""Limits of the system.
+
+They are descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or
+slow, clocks.
 
 Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and
 without the limit the same command makes the same bytes. The default is a few limits of one stage;
@@ -283,7 +286,7 @@ def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(
         command.check_made(folder)
 
 
-def test_a_signal_on_a_disk_that_takes_its_time_ends_a_stage_with_its_code_and_the_same_command_continues(
+def test_a_signal_on_a_slow_disk_ends_a_stage_with_its_code_and_the_same_command_continues(
     commands,
 ):
     command = commands("file-to-file")

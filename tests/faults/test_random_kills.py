@@ -1,4 +1,7 @@
-"""SIGKILL at random moments over the whole of `quantflow run`, and a disk that is full after any number of bytes."""
+"""SIGKILL at random moments over the whole of `quantflow run`, and a disk that gets full.
+
+The disk takes any number of bytes first.
+"""
 
 import random
 
@@ -6,7 +9,10 @@ import pytest
 
 
 def kill(command, generator: random.Random, *, wanted: int) -> int:
-    """Kill runs, each folder as often as it takes to finish, until so many kills have landed; return the number of runs."""
+    """Kill runs until so many kills have landed; the number of runs.
+
+    Each folder is killed as often as it takes to finish.
+    """
     landed = runs = 0
     while landed < wanted:
         with command.folder() as folder:

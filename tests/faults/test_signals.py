@@ -1,4 +1,7 @@
-"""SIGTERM, SIGINT and a second signal during each stage: the promised code, a state that continues, the same bytes."""
+"""SIGTERM, SIGINT and a second signal during each stage.
+
+They end it with the promised code, and a state that continues to the same bytes.
+"""
 
 import itertools
 import re

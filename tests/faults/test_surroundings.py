@@ -1,4 +1,7 @@
-"""What is not a stage's own: a source that vanishes or cannot be read, a neighbour, the lock of the dead, a lost log."""
+"""The surroundings of a stage.
+
+A source vanishes or cannot be read, a neighbour writes, a lock outlives its owner, a log is lost.
+"""
 
 import errno
 import fcntl

@@ -1,6 +1,9 @@
-"""The fuzzing campaign: every target with so many inputs, in processes of 2 GiB with 10 s of the processor for each input.
+"""The fuzzing campaign: every target with so many inputs.
 
-    python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0 [--seconds S] [--only NAME,...]
+They run in processes of 2 GiB with 10 s of the processor for each input.
+
+    python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0
+                                       [--seconds S] [--only NAME,...]
 
 prints a line per target: inputs, seconds, and what was found, each with the number that makes it
 again. Both folders are small ones: what `export` wrote, and a rank of `measure`. Exit 1 where
@@ -38,7 +41,7 @@ def late(_number: int, _frame: FrameType | None) -> None:
 
 
 def answer(target: Target, data: bytes, folder: Path) -> str | None:
-    """Return what a reader does with an input other than promised; None where it keeps its promise."""
+    """The broken promise of a reader with an input; None where it keeps its promise."""
     # of the processor: others may keep the machine busy
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
@@ -49,7 +52,8 @@ def answer(target: Target, data: bytes, folder: Path) -> str | None:
         return LATE
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {str(error)[:60]!r} at {Path(last.filename).name}:{last.lineno}"
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        return f"{type(error).__name__}: {str(error)[:60]!r} at {place}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return None

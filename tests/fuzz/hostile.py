@@ -1,7 +1,9 @@
-"""Artifacts of hostile parts: every value of their JSON files changed, tensors of other shapes, and every hash right again.
+"""Artifacts of hostile parts, whose every hash is right again.
 
-    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N] [--files config.json,...]
-                                       [--verbs generate,...]
+Every value of their JSON files is changed, and tensors get other shapes.
+
+    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N]
+                                       [--files config.json,...] [--verbs generate,...]
 
 makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each
 so often, and runs the verbs on every one; on the model and on what quantize left, those that read
@@ -182,7 +184,10 @@ def inside(file: str) -> str:
 
 
 def verbs_of(file: str, verbs: Sequence[str]) -> Sequence[str]:
-    """Return the verbs that read that folder, of those for artifacts the ones that are asked for."""
+    """The verbs that read that folder.
+
+    Of the verbs for artifacts it is those that are asked for.
+    """
     return (
         FROM_SOURCE if file == SOURCE else FROM_QUANTIZED if file.startswith(QUANTIZED) else verbs
     )
@@ -200,7 +205,10 @@ def changed(chance: random.Random, made: Made, file: str, place: Sequence[Any]) 
 
 
 def change(folder: Path, file: str, content: bytes) -> None:
-    """Write the changed file of an artifact, a model or a quantized folder, and make the hashes right again."""
+    """Write the changed file of an artifact, a model or a quantized folder.
+
+    The hashes are made right again.
+    """
     if file == "quantflow.json":
         reseal_manifest(folder / file, json.loads(content))
         return
@@ -247,7 +255,10 @@ def reshaped(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reseal(folder: Path) -> None:
-    """Make every hash of an artifact right again; what its ledger says of tensors that were copied as well."""
+    """Make every hash of an artifact right again.
+
+    That includes the ledger's of tensors that were copied.
+    """
     body = json.loads((folder / "quantflow.json").read_text())
     headers = read_header(folder / "model.safetensors")[0]
     ledger, entries = Ledger.from_json(body["ledger"]), []
@@ -308,7 +319,7 @@ def verb(name: str, folder: Path, made: Made) -> int:
 
 
 def served(folder: Path) -> int:
-    """Start a server's application on an artifact and ask it; return an exit code as the verb would."""
+    """Start a server's application on an artifact and ask it; an exit code as the verb's."""
     job = ServeJob(artifact=folder, port=0)
     try:
         models = Models(job, open_model(folder, job))
@@ -375,7 +386,10 @@ def why(outcome: Outcome) -> str:
 
 
 def each(names: Sequence[str], folder: Path, made: Made) -> int:
-    """Run verbs one after the other in this process, each with its own seconds, and say after each how it ended."""
+    """Run verbs one after the other in this process, each with its own seconds.
+
+    After each its outcome is reported.
+    """
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for name in names:
         resource.setrlimit(
@@ -413,7 +427,10 @@ def allowed(name: str, outcome: Outcome) -> bool:
 
 
 def reference(folder: Path, made: Made, known: dict[bytes, Outcome]) -> Outcome:
-    """Return how transformers ends with a folder; `known` keeps that of every content of the files that it reads."""
+    """The outcome of transformers with a folder.
+
+    `known` keeps that of every content of the files that it reads.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name not in OURS:

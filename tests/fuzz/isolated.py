@@ -1,4 +1,7 @@
-"""Work in a process of its own that may hold so much memory and run so long: a crash, a hang or an explosion is an outcome."""
+"""Work in a process of its own, of limited memory and time.
+
+A crash, a hang or an explosion is an outcome.
+"""
 
 import math
 import os
@@ -35,7 +38,10 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise was kept: a promised code, a sentence for it, and nothing raw for a terminal."""
+        """Whether the promise was kept.
+
+        It is a promised code, a sentence for it, and nothing raw for a terminal.
+        """
         raw = any(ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 for c in self.said)
         bug = (
             "a bug in quantflow" in self.said or "Traceback" in self.said or "panicked" in self.said
@@ -103,7 +109,10 @@ def isolated(
 
 
 def _ended(child: int, end: float) -> int | None:
-    """Return the status that a process ended with; None where it still runs at `end`, a reading of the monotonic clock."""
+    """The status that a process ended with.
+
+    None where it still runs at `end`, a reading of the monotonic clock.
+    """
     while True:
         number, status = os.waitpid(child, os.WNOHANG)
         if number == child:

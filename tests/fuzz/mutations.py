@@ -1,4 +1,7 @@
-"""Inputs that nobody would write: bytes and JSON values changed in the ways that break readers, from a seed."""
+"""Inputs that nobody would write, from a seed.
+
+Bytes and JSON values change in the ways that break readers.
+"""
 
 import copy
 import json
@@ -106,7 +109,7 @@ WORDS = (
 
 
 def changed_bytes(random: random.Random, data: bytes, others: Sequence[bytes] = ()) -> bytes:
-    """Return data with one to four changes: bits, bytes, numbers, cuts, repeats, and parts of other inputs."""
+    """Data with one to four changes: bits, bytes, numbers, cuts, repeats, parts of other inputs."""
     made = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
         at = random.randrange(len(made) + 1)
@@ -140,7 +143,10 @@ def changed_bytes(random: random.Random, data: bytes, others: Sequence[bytes] = 
 
 
 def changed_value(random: random.Random, value: Any, *, changes: int = 1) -> Any:
-    """Return a JSON value with other values, keys that are missing, twice, renamed or swapped, somewhere in it."""
+    """A JSON value that is changed somewhere in it.
+
+    Values differ; keys are missing, twice, renamed or swapped.
+    """
     made = copy.deepcopy(value)
     for _ in range(changes):
         found = [place for place in places(made) if place]

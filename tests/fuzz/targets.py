@@ -90,7 +90,10 @@ def written(name: str, read: Callable[[Path], Any]) -> Callable[[bytes, Path], A
 
 
 def sealed(data: bytes, folder: Path) -> Any:
-    """Read a manifest whose digest is right whatever it says, as whoever makes an artifact would."""
+    """Read a manifest whose digest is right whatever it says.
+
+    Whoever makes an artifact could write it.
+    """
     body = parse_json(data, "quantflow.json")
     if isinstance(body, dict):
         body.pop("digest", None)
@@ -178,7 +181,10 @@ def request(chance: random.Random) -> bytes:
 
 
 def answered(artifact: Path) -> Callable[[bytes, Path], Any]:
-    """Return what asks a server's application, which each process makes for itself: its engine is a thread."""
+    """A target that asks a server's application.
+
+    Each process makes the application for itself: its engine is a thread.
+    """
 
     @cache
     def app() -> Any:

@@ -1,4 +1,7 @@
-"""Short campaigns: readers and verbs get what nobody would write, and answer with a sentence, a value or the right text."""
+"""Short campaigns: readers and verbs get inputs that nobody would write.
+
+They answer with a sentence, a value or the right text.
+"""
 
 import subprocess
 import sys

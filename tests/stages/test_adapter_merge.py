@@ -11,14 +11,9 @@ from transformers import AutoModelForCausalLM
 from quantflow.files.manifest import read_manifest
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_folder
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 LINEARS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`quantflow bench --kernels` and `inspect --backends`: what they list, for whom, and what they refuse."""
+"""`quantflow bench --kernels` and `inspect --backends`: their rows, and their refusals."""
 
 import json
 
@@ -7,15 +7,10 @@ import torch
 
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.exporting import export as export_stage
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 SMALL = ("--shape", "48x64,16x128", "--tokens", "1,3", "--rounds", "2")
 OURS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def test_kernels_are_timed_for_every_backend_that_can_run_the_scheme(capsys):

@@ -1,4 +1,6 @@
-"""A user's mistake: the right exit code, one line with what disagrees, one with what to do, no traceback.
+"""A user's mistake ends with the right exit code and no traceback.
+
+One line says what disagrees, one what to do.
 
 Longer than 300 lines because every mistake of a command line stands here, once, over one set of
 fixtures.
@@ -19,14 +21,9 @@ from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration
 from quantflow.quantizing import missing_statistics
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 THRESHOLDS = "thresholds: {{ppl_ratio: {0}, mean_kld: {0}, kld_p999: {0}, top1_agreement: {1}}}\n"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

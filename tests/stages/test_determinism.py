@@ -1,4 +1,6 @@
-"""The same recipe gives the same digest, wherever and on however many threads; another recipe or seed gives another.
+"""The same recipe gives the same digest, wherever and on however many threads.
+
+Another recipe or seed gives another.
 
 The model of the test of the threads is wide enough that torch splits sums and Cholesky factors
 between two threads, which changes their last bits: with the one-thread rule of the stages taken

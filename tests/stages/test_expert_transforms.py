@@ -1,4 +1,7 @@
-"""Transforms of mixtures of experts: what is no expert's is smoothed, experts are left to their policy, rotations refused."""
+"""Transforms of mixtures of experts.
+
+Linears of no expert are smoothed, experts are left to their policy, rotations are refused.
+"""
 
 import json
 from pathlib import Path
@@ -106,7 +109,7 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
 def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(
     family_model, measured_family, tmp_path
 ):
-    """Its experts lose most, whose few tokens give narrow ranges; smoothing must leave these as they are."""
+    """Experts with few tokens and narrow ranges lose most; smoothing must leave them alone."""
     found = {}
     for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
         entry = {**STATIC, "transforms": transforms}

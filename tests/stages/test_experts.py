@@ -1,4 +1,7 @@
-"""Mixtures of experts through the stages: the ledger of tokens, and what becomes of experts that got too few."""
+"""Mixtures of experts through the stages.
+
+They keep a ledger of tokens, and treat experts that got too few.
+"""
 
 import json
 
@@ -42,7 +45,9 @@ STATIC = {"scheme": "FP8", "expert_tokens": NEEDED}
 
 
 def starve(folder):
-    """Make the last expert of a model of five unreachable: of a row, its negative, another and its negative, two are positive.
+    """Make the last expert of a model of five unreachable.
+
+    Of a row, its negative, another and its negative, two are positive.
 
     Its own row is zero, which is never among the two largest.
     """
@@ -133,7 +138,7 @@ def expert(number, layer=0):
 
 @torch.no_grad()
 def tokens_by_hand(model, measurement):
-    """Return, per layer, how many tokens the router of the family's own model sends to each of five experts."""
+    """Tokens that the router of the family's own model sends to each of five experts, by layer."""
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with safe_open(measurement / "calibration.safetensors", framework="pt") as file:
         sequences = torch.split(file.get_tensor("tokens"), file.get_tensor("lengths").tolist())
@@ -296,7 +301,10 @@ def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measur
 
 @torch.no_grad()
 def output_error(model, folder, measurement):
-    """Return ||x (W - Q)^T||^2 of the unreached expert's first linear in layer 0, over what enters that layer's experts."""
+    """Squared norm of x (W - Q)^T, of the unreached expert's first linear in layer 0.
+
+    x is the input of that layer's experts.
+    """
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     inputs = []
     hook = stock.model.layers[0].mlp.register_forward_pre_hook(
@@ -554,9 +562,17 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
         "num_attention_heads": 4,
     }
     config = Qwen2MoeConfig(
-        **sizes, num_key_value_heads=2, num_experts=3, num_experts_per_tok=1, moe_intermediate_size=32, mlp_only_layers=[0],
-        shared_expert_intermediate_size=32, decoder_sparse_step=1, max_position_embeddings=128, initializer_range=0.1,
-    )  # fmt: skip
+        **sizes,
+        num_key_value_heads=2,
+        num_experts=3,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        mlp_only_layers=[0],
+        shared_expert_intermediate_size=32,
+        decoder_sparse_step=1,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
     model = tmp_path / "model"
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
     for path in llama.glob("token*"):

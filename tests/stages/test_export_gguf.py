@@ -1,4 +1,7 @@
-"""Export for llama.cpp: every weight in its place, the same bytes again, what the proof notices, and refusals."""
+"""Export for llama.cpp.
+
+Every weight is in its place, bytes repeat, the proof notices changes, and some models are refused.
+"""
 
 import json
 import os
@@ -23,8 +26,7 @@ from quantflow.progress import SILENT
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.sources.gguf_import import import_gguf
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 NAMES = {  # of a layer, beside those that are permuted
     "attn_v": "self_attn.v_proj",
@@ -36,10 +38,6 @@ NAMES = {  # of a layer, beside those that are permuted
     "ffn_norm": "post_attention_layernorm",
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def export(source: Path, output: Path, *more: str) -> Path:

@@ -1,4 +1,7 @@
-"""Every supported family through every stage, in this process but for the proof, which is a process of its own."""
+"""Every supported family through every stage.
+
+All runs in this process but for the proof, which is a process of its own.
+"""
 
 import json
 import math
@@ -190,7 +193,10 @@ def artifact_of(
     measurement_of: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, Entry], Path]:
-    """Return the artifact of a family and a scheme, made once: the process that proves it takes seconds to start."""
+    """The artifact of a family and a scheme, made once.
+
+    The process that proves it takes seconds to start.
+    """
     made: dict[tuple[str, str], Path] = {}
 
     def make(family: str, entry: Entry) -> Path:

@@ -1,4 +1,8 @@
-"""FP8 through the stages: calibrated weights, searched scales, scales of powers of two, and flavours that no file holds."""
+"""FP8 through the stages.
+
+There are calibrated weights, searched scales, scales of powers of two, and flavours that no file
+holds.
+"""
 
 import json
 import math

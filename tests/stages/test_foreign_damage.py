@@ -1,4 +1,7 @@
-"""Damage to folders that other programs quantized, of each kind and in each layout: refused by name, before any token."""
+"""Damage to folders of other programs, of each kind and in each layout.
+
+It is refused by name, before any token.
+"""
 
 import json
 import shutil
@@ -100,7 +103,10 @@ def foreign(llama, tmp_path_factory, write_foreign):
 
 
 def refused(folder: Path, output: Path, capsys) -> list[str]:
-    """Return what each verb says of a folder that it refuses; `inspect` may describe it and say that it does not run."""
+    """The refusals of a folder by each verb.
+
+    `inspect` may describe it and say that it does not run.
+    """
     more = {
         "inspect": (),
         "generate": ("--prompt", "value", "--max-new-tokens", "2", "-q"),

@@ -1,4 +1,7 @@
-"""Folders that other programs quantized, through the verbs: described, run, validated, quantized again, compared, refused."""
+"""Folders that other programs quantized, through the verbs.
+
+They are described, run, validated, quantized again, compared, refused.
+"""
 
 import itertools
 import json
@@ -23,14 +26,9 @@ from quantflow.measuring.text import read_documents
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def grouped(bits: int, *, symmetric: bool = True, size: int = 32) -> LinearScheme:
@@ -283,7 +281,7 @@ def test_a_folder_runs_in_the_lean_decoder_and_is_timed(foreign, capsys, name):
 def divergence(
     model: Path, weights: dict[str, torch.Tensor], sequences: list[torch.Tensor]
 ) -> float:
-    """Return the mean KL divergence of a model with other weights from the model, by transformers."""
+    """Mean KL divergence of a model with other weights from the model, by transformers."""
     first, second = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2)
     )
@@ -462,7 +460,10 @@ def test_diff_says_of_each_tensor_what_differs(foreign, llama, tmp_path, capsys)
 
 
 def with_measured_numbers(folder, output, *, input_scale, zero_point, cache, kind="float"):
-    """Copy a folder of integers and give it static asymmetric inputs and quantized keys and values."""
+    """Copy a folder of integers.
+
+    The copy has static asymmetric inputs and quantized keys and values.
+    """
     shutil.copytree(folder, output)
     config = json.loads((output / "config.json").read_text())
     words = {
@@ -552,7 +553,10 @@ def test_diff_says_how_far_two_folders_are_apart_on_a_text(
 def test_fp8_per_tensor_is_read_as_transformers_spells_it_and_export_says_who_reads_ours(
     llama, tmp_path, capsys
 ):
-    """What transformers calls weight_scale_inv and activation_scale are vLLM's weight_scale and input_scale: both multiply."""
+    """Transformers' names are weight_scale_inv and activation_scale; vLLM's are others.
+
+    They are weight_scale and input_scale. Both multiply.
+    """
     tensors, layout, inputs = (
         load_file(llama / "model.safetensors"),
         LAYOUTS["fp8"],

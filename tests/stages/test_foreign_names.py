@@ -1,4 +1,7 @@
-"""Folders of other programs: linears of several names, or none in the files; configurations that stand in other places."""
+"""Folders of other programs with other names.
+
+Linears have several names, or none in the files; configurations stand in other places.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from quantflow.core.scheme import named
 from quantflow.formats.weight_layout import integers
 from quantflow.runtime.artifact import open_folder
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 SIZES = {
     "vocab_size": 96,
@@ -54,10 +56,6 @@ LEFT = {  # what loaders may call the linears that are not quantized
     },
 }
 SYMMETRIC = named(integers(4, 32, symmetric=True, where="a test"), None, "pack-quantized")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def kind_of(name):

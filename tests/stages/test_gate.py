@@ -27,7 +27,10 @@ PROTOCOL = {
 
 
 def write(folder, kld, name):
-    """Write the validation of an artifact with the same divergence in each of eight windows of 100 tokens."""
+    """Write the validation of an artifact.
+
+    Each of eight windows of 100 tokens has the same divergence.
+    """
     values = {"ppl_ratio": 1.0, "mean_kld": kld, "kld_p999": 0.1, "top1_agreement": 0.95}
     content = {
         "artifact": name,
@@ -115,7 +118,8 @@ import sys
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 code = exit_code(cli, ["gate", {new!r}, "--previous", {old!r}])
-print(code, [name for name in ("torch", "transformers", "tokenizers", "safetensors") if name in sys.modules])
+heavy = ("torch", "transformers", "tokenizers", "safetensors")
+print(code, [name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "4 []"

@@ -1,4 +1,7 @@
-"""Gaudi's files in and out of the verbs: from a measurement to its files, from its files to an artifact, ranks merged."""
+"""Gaudi's files in and out of the verbs.
+
+A measurement becomes its files, its files become an artifact, ranks are merged.
+"""
 
 import json
 import math
@@ -19,14 +22,9 @@ from quantflow.formats.gaudi.quant_config import read_quant_config
 from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
 from quantflow.measuring.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 A = "model.layers.1.self_attn"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -371,7 +369,10 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
         )
         == 0
     )
-    said = "scales of 2 nodes are left to the toolkit, which knows what they are: model.layers.0.mlp.moe_op, model.layers.0.other"
+    said = (
+        "scales of 2 nodes are left to the toolkit, which knows what they are: "
+        "model.layers.0.mlp.moe_op, model.layers.0.other"
+    )
     assert said in capsys.readouterr().err
     (scales,) = find_triples(tmp_path / "f" / "hqt_output", method="MAXABS_HW").values()
     found = read_triple(scales).nodes
@@ -706,7 +707,7 @@ def test_measure_takes_its_statistics_from_the_configuration_unless_told_otherwi
 def test_a_users_configuration_files_lead_from_measure_to_quantize(
     tmp_path, llama, text_files, monkeypatch, refused, capsys
 ):
-    """QUANT_CONFIG alone says where measure writes and where quantize reads, as it does for the toolkit."""
+    """QUANT_CONFIG alone names the folder of measure and quantize, as it does for the toolkit."""
     monkeypatch.chdir(tmp_path)
     assert "no folder to write" in refused(
         2, "measure", llama, "--calibration", text_files["calibration"]
@@ -783,7 +784,10 @@ def quantized_by(folder: Path, llama: Path, measured: Path, *options) -> dict:
 def test_an_artifact_has_the_scales_that_the_toolkit_takes_from_our_files(
     tmp_path, measured, llama, method, device
 ):
-    """Of the same maxima and weights, in the same arithmetic: those of the files that a Gaudi would load, to the bit."""
+    """Scales are bit for bit those of the files that a Gaudi would load.
+
+    They come of the same maxima and weights, in the same arithmetic.
+    """
     path = config_file(tmp_path / "a.json", scale_method=method, device_for_scales=device.upper())
     found = quantized_by(tmp_path / "q", llama, measured, "--quant-config", path)
     line = (
@@ -828,7 +832,7 @@ def test_a_fixed_scale_is_that_of_every_weight_and_input(tmp_path, measured, lla
 def test_scale_methods_give_other_bytes_but_where_a_search_finds_what_the_maximum_gives(
     tmp_path, measured, llama
 ):
-    """Of the four scales that Gaudi2 applies for free, the search takes those of the maxima here."""
+    """Of the four scales that Gaudi2 applies for free, the search takes those of the maxima."""
     alike = [["maxabs_hw", "maxabs_hw_opt_weight"]]
     found = {}
     for method in STATIC:
@@ -906,8 +910,16 @@ def test_schemes_with_other_scales_say_that_the_method_is_not_used(tmp_path, lla
     )
 
 
-TABLE = {"default": {part: {"granularity": "PTS", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
-                     for part in ("weight", "activation")}}  # fmt: skip
+TABLE = {
+    "default": {
+        part: {
+            "granularity": "PTS",
+            "scale_value_type": "FIXED_VALUE",
+            "rounding_method": "SCALE_UNIT",
+        }
+        for part in ("weight", "activation")
+    }
+}
 
 
 @pytest.mark.parametrize(

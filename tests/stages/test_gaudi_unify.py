@@ -1,4 +1,7 @@
-"""Gaudi's files of many cards through `quantflow unify`, as its users write the command, and what went wrong before."""
+"""Gaudi's files of many cards through `quantflow unify`.
+
+Commands are as its users write them; the faults are those of former versions.
+"""
 
 import json
 
@@ -11,14 +14,9 @@ from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -119,8 +117,9 @@ def test_sixteen_cards_and_card_1_is_not_card_11(tmp_path):
     source = cards(tmp_path / "m", 16)
     assert run("unify", "-g", "0-7", "8-15", "-m", source, "-o", tmp_path / "u") == 0
     assert maxima(tmp_path / "u") == [8, 16]
-    assert run("unify", "-g", "0,11", "1,10", *(f"{i},{i + 10 if i < 6 else i + 1}" for i in (2, 3, 4, 5, 6, 8)), "-m", source,
-               "-o", tmp_path / "v") == 0  # fmt: skip
+    pairs = [f"{i},{i + 10 if i < 6 else i + 1}" for i in (2, 3, 4, 5, 6, 8)]
+    groups = ("0,11", "1,10", *pairs)
+    assert run("unify", "-g", *groups, "-m", source, "-o", tmp_path / "v") == 0
     assert maxima(tmp_path / "v") == [12, 11, 13, 14, 15, 16, 8, 10]
 
 
@@ -154,7 +153,10 @@ def test_vllms_files_keep_their_number_through_unify_and_export(tmp_path):
 
 
 def test_the_folder_above_vllms_g2_stands_for_it_where_it_is_the_only_one(tmp_path, said):
-    """Its calibration writes <out>/<model>/g2/inc_output_hooks_..., with a configuration beside g2."""
+    """Its calibration writes <out>/<model>/g2/inc_output_hooks_....
+
+    A configuration stands beside g2.
+    """
     model = tmp_path / "Llama-3"
     cards(model / "g2", 2)
     (model / "maxabs_quant_g2.json").write_text("{}")
@@ -169,7 +171,10 @@ def test_the_folder_above_vllms_g2_stands_for_it_where_it_is_the_only_one(tmp_pa
 
 
 def test_what_ipexs_calibration_keeps_is_refused_by_name(tmp_path, llama, said):
-    """Its scales are those of one process, and of smoothed inputs: nothing can be merged or derived from them."""
+    """Its scales are of one process and of smoothed inputs.
+
+    Nothing can be merged or derived from them.
+    """
     folder = tmp_path / "saved_results"
     folder.mkdir()
     (folder / "best_configure.json").write_text('{" ": {"q_op_infos": {}}}')
@@ -274,7 +279,10 @@ def test_a_node_on_one_card_alone_is_refused_wherever_it_is(tmp_path, said):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_value_that_is_no_maximum_is_refused_on_any_card(tmp_path, said, bad, where):
-    """max(nan, 1) is nan and max(1, nan) is 1: whether a bad card was seen depended on its place."""
+    """max(nan, 1) is nan and max(1, nan) is 1.
+
+    Whether a bad card was seen depended on its place.
+    """
     source = cards(tmp_path / "m", 2)
     for ending in (".json", ".npz", "_mod_list.json"):
         (source / f"measure_hooks_maxabs_{where}_2{ending}").unlink()
@@ -294,7 +302,10 @@ def test_a_value_that_is_no_maximum_is_refused_on_any_card(tmp_path, said, bad, 
 
 
 def test_scales_are_not_merged(tmp_path, said):
-    """Files of scales beside a measurement are left alone; alone they are refused, per channel or not."""
+    """Files of scales beside a measurement are left alone.
+
+    Alone they are refused, per channel or not.
+    """
     source = cards(tmp_path / "m", 2)
     goal, method = target("gaudi2"), method_config("maxabs_hw")
     for rank, files in find_triples(source).items():

@@ -20,15 +20,10 @@ from quantflow.runtime import generation as stage
 from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
 from quantflow.runtime.prompt_files import encode, read_prompts
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 from quantflow.stages.generate import command, job_from
+from tests.shared import run
 
 PROMPTS = ("value scale", "round", "group layer token model")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""`generate --ranks` and `bench --ranks`: processes that share an artifact say what one says, end together, or refuse."""
+"""`generate --ranks` and `bench --ranks`.
+
+Processes that share an artifact say what one says, end together, or refuse.
+"""
 
 import json
 import os
@@ -15,15 +18,10 @@ from quantflow.benching import latency
 from quantflow.distributed.binding import cores_of
 from quantflow.exporting import export as export_stage
 from quantflow.runtime.ranks import processes as rank_processes
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 PROMPTS = ("value scale", "round", "group layer token model")
 PYTHON = [sys.executable, "-m"]
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def quantflow(*arguments, by=("quantflow",)):

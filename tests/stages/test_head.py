@@ -1,4 +1,7 @@
-"""The head quantized: its values, both ways to them, tied and untied, what the artifact says of it, and what runs it."""
+"""The quantized head: its values, both ways to them, tied and untied.
+
+Its record in the artifact and the programs that run it are tested too.
+"""
 
 import json
 import shutil
@@ -28,9 +31,8 @@ from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 from quantflow.validating.validate import bits_per_weight
+from tests.shared import run
 
 VOCABULARY = 323  # no multiple of 16: kernels pad their rows
 SHAPE = {
@@ -56,10 +58,6 @@ WEIGHTS = {
     "neox": "embed_out.weight",
 }
 IDS = torch.arange(5, 45).reshape(2, 20)
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +93,10 @@ def measured(models, text_files) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def make(models, measured, tmp_path_factory):
-    """Return a function that quantizes and exports, in this process; the same words give the same folders."""
+    """A function that quantizes and exports, in this process.
+
+    The same words give the same folders.
+    """
     made: dict[tuple, tuple[Path, Path]] = {}
 
     def call(name: str, *words: str, way: str = "tensors") -> tuple[Path, Path]:
@@ -120,7 +121,10 @@ W4 = ("--scheme", "W4A16", "--group-size", "32", "--algorithm", "rtn", "--head",
 
 
 def int8_by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return qvalues and scales [O, 1] of symmetric int8 per row: amax / 127.5 in bfloat16, to the nearest of -128..127."""
+    """Qvalues and scales [O, 1] of symmetric int8 per row.
+
+    The scale is amax / 127.5 in bfloat16; qvalues are the nearest of -128..127.
+    """
     scale = (weight.double().abs().amax(dim=1, keepdim=True) / 127.5).float().to(torch.bfloat16)
     return (weight.double() / scale.double()).round().clamp(-128, 127), scale
 
@@ -225,7 +229,10 @@ def test_a_copy_beside_an_untied_head_has_to_be_the_sources_form(make):
 
 
 def test_bits_per_weight_count_the_head_tied_or_not(make):
-    """W4A16 g32: 4 + 16 / 32 bits; W8A16: 8 + 16 / 64 bits and weight_shape's 128 bits for each linear."""
+    """W4A16 g32 takes 4 + 16 / 32 bits, W8A16 8 + 16 / 64 bits.
+
+    weight_shape has 128 bits for each linear.
+    """
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
     expected = (2 * (4.5 * layer + 7 * 128) + 8.25 * VOCABULARY * 64 + 128) / (
         2 * layer + VOCABULARY * 64
@@ -276,7 +283,10 @@ def test_plan_tells_the_bytes_and_bits_of_what_is_made(make, models, capsys, nam
 
 
 def by_hand(models, name: str, artifact: Path) -> torch.Tensor:
-    """Logits of transformers' model with the layers' dequantized weights, and the head's from its qvalues in float64."""
+    """Logits of transformers' model with the layers' dequantized weights.
+
+    The head's are from its qvalues in float64.
+    """
     model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32).eval()
     runtime = load(artifact, backend="reference").model
     qvalue, scale = int8_by_hand(source_head(models, name))

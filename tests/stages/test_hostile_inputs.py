@@ -1,4 +1,7 @@
-"""Damaged, foreign and hostile inputs of a user: a sentence, its exit code, and nothing raw for the terminal."""
+"""Damaged, foreign and hostile inputs of a user.
+
+They end with a sentence, its exit code, and nothing raw for the terminal.
+"""
 
 import ctypes
 import json
@@ -28,8 +31,8 @@ from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code, outline, table
+from quantflow.stages.cli.output import outline, table
+from tests.shared import run
 
 HOSTILE = "\x1b[2J\x07evil\u202egnp.exe\nerror: all is well"
 
@@ -40,10 +43,6 @@ def reseal(folder):
     for key in ("digest", "files", "layout_version"):
         body.pop(key)
     write_manifest(folder, build_manifest(folder, body=body))
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -486,7 +485,8 @@ def test_ranks_that_are_none_are_a_usage_error_of_every_verb_that_reads_them(
 
 @pytest.fixture
 def recipe(llama, text_files, tmp_path):
-    text = f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 2, sequence_length: 8}}\n"
+    source = text_files["calibration"]
+    text = f"model: {llama}\ncalibration: {{source: {source}, samples: 2, sequence_length: 8}}\n"
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{text}quantize: [{{name: a, scheme: W8A16, algorithm: rtn}}]\n")
     return path
@@ -601,7 +601,10 @@ class Runs:
 
 @pytest.fixture
 def with_code(llama, tmp_path):
-    """A model whose folder holds code of every kind, and the file that each would make if it ran."""
+    """A model whose folder holds code of every kind.
+
+    With it comes the file that each code would make if it ran.
+    """
     model, marker = Path(shutil.copytree(llama, tmp_path / "model")), tmp_path / "ran"
     for name in PROGRAMS:
         (model / name).parent.mkdir(exist_ok=True)
@@ -609,7 +612,10 @@ def with_code(llama, tmp_path):
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scaler.pkl"):
         (model / name).write_bytes(pickle.dumps(Runs(marker)))
     if (compiler := shutil.which("cc")) is not None:
-        source = '#include <fcntl.h>\n__attribute__((constructor)) static void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }\n'
+        source = (
+            "#include <fcntl.h>\n__attribute__((constructor)) static void run(void) "
+            '{ open("%s", O_CREAT | O_WRONLY, 0600); }\n'
+        )
         (tmp_path / "x.c").write_text(source % marker)
         subprocess.run(
             [compiler, "-fPIC", "-shared", tmp_path / "x.c", "-o", model / "modeling_x.so"],
@@ -623,7 +629,10 @@ def with_code(llama, tmp_path):
         (model / name).write_text(
             json.dumps(json.loads((model / name).read_text()) | {"auto_map": CODE})
         )
-    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    escape = (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+        "{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    )
     (model / "chat_template.jinja").write_text(escape % marker)
     return model, marker
 

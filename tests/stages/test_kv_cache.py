@@ -49,6 +49,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import validate
 from quantflow.validating.job import ValidateJob
+from tests.shared import run
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
@@ -57,10 +58,6 @@ CACHES = [
     for s in ("FP8", "INT8")
     for g in ("per_tensor", "per_head")
 ]
-
-
-def run(*arguments: Any) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 EACH = pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def made(llama: Path, measured_family: Any, tmp_path_factory: pytest.TempPathFac
 def caches_of(
     model: Path, sequences: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the largest key and value of each head of each layer, as transformers' own cache holds them."""
+    """The largest key and value of each head of each layer, from transformers' own cache."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seen = []
     for sequence in sequences:
@@ -382,7 +379,10 @@ def test_a_measurement_of_no_layers_or_from_before_says_what_to_run(
     for cache, key in ((CACHES[0], r"k_cache\|amax"), (CACHES[1], r"k_heads\|channel_amax")):
         entry = entry_with(scheme="W8A16", kv_cache=cache)
         job = QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=bare)
-        message = rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; run `quantflow measure` again with --stats"
+        message = (
+            rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; "
+            "run `quantflow measure` again with --stats"
+        )
         with pytest.raises(StatisticsError, match=message):
             quantize.run(job, QUIET)
     assert not (tmp_path / "q").exists()

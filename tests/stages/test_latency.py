@@ -14,14 +14,9 @@ from quantflow.benching.generation_speed import time_run
 from quantflow.benching.latency import ratios
 from quantflow.exporting import export as export_stage
 from quantflow.stages.bench import latency_text
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 SMALL = ("--input-tokens", "8", "--new-tokens", "4", "--runs", "3", "-b", "1", "-b", "2", "-q")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +115,15 @@ Throughput: 100.00 produced tokens/second, 133.33 requested"""
 | Temperature        | 0.5   |
 | Top K              | None  |"""
     assert parameters in told and "| Do Sample          | True  |" in told
-    latencies = """| Step           | Batch Size | Average | Lowest  | Highest | p50     | p90     | p99     |
+    latencies = """\
+| Step           | Batch Size | Average | Lowest  | Highest | p50     | p90     | p99     |
 |----------------|------------|---------|---------|---------|---------|---------|---------|
 | Prefill        | 1          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |
 |                | 2          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |
 | Decode (token) | 1          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |"""
     assert latencies in told
-    rates = """| Step    | Batch Size | Average             | Lowest              | Highest             |
+    rates = """\
+| Step    | Batch Size | Average             | Lowest              | Highest             |
 |---------|------------|---------------------|---------------------|---------------------|
 | Prefill | 1          | 4000.00 tokens/secs | 2000.00 tokens/secs | 8000.00 tokens/secs |"""
     assert rates in told

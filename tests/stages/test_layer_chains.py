@@ -1,4 +1,7 @@
-"""Layers that are no plain chain of hidden states, through the stages: some hand more to the next, text goes past some."""
+"""Layers that are no plain chain of hidden states, through the stages.
+
+Some hand more to the next, and text goes past some.
+"""
 
 from functools import partial
 
@@ -103,7 +106,10 @@ def test_the_artifact_is_what_stock_transformers_runs(
 
 @torch.no_grad()
 def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, tmp_path):
-    """Transformers splits queries, keys and values of the tower while it loads them; text needs none of them."""
+    """Transformers splits the tower's queries, keys and values while it loads them.
+
+    Text needs none of them.
+    """
     entry = Quantize(name="small", scheme="W8A16", algorithm="rtn")
     quantized = quantflow.quantize(source := family_model("kimi_k25"), tmp_path / "q", entry=entry)
     artifact = quantflow.export(quantized.folder, tmp_path / "a").folder

@@ -1,16 +1,14 @@
-"""Folders in other programs' layouts, run as they are: an artifact's text, whatever folder it is in."""
+"""Folders in other programs' layouts, run as they are.
+
+They give an artifact's text, whatever folder it is in.
+"""
 
 import json
 
 import pytest
 
 from quantflow.exporting import export as export_stage
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
+from tests.shared import run
 
 
 @pytest.fixture(scope="module")

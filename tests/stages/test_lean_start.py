@@ -1,4 +1,7 @@
-"""Commands import what they use: no transformers where files are all that is read, no model code of it to decode."""
+"""Commands import only the modules that they use.
+
+Reading files takes no transformers, and decoding none of its model code.
+"""
 
 import json
 import subprocess
@@ -24,7 +27,8 @@ from quantflow.planning.recipe import Quantize
 
 expected = []
 
-def prove(artifact, quantized, source, *, workers, measures):  # here, so that what it imports is seen
+# here, so that its imports are seen
+def prove(artifact, quantized, source, *, workers, measures):
     from quantflow.exporting import proof_process
 
     with Workers(workers) as pool:
@@ -87,7 +91,7 @@ for name in told["names"]:
 """
 
 
-def test_neither_serving_nor_a_conversation_nor_a_benchmark_of_speed_imports_model_code_of_transformers():
+def test_serving_conversations_and_benchmarks_of_speed_import_no_model_code_of_transformers():
     names = ["server.process", "runtime.conversation", "runtime.text_pipeline", "runtime.load"]
     names += ["benching.latency", "benching.generation_speed", "benching.kernel_speed"]
     assert imported(RUNS, names=[f"quantflow.{name}" for name in names], heavy=MODELING) == []

@@ -1,4 +1,7 @@
-"""What reads without computing: inspect, verify, diff and --help; no torch, and no damage gets past them."""
+"""Verbs that read without computing: inspect, verify, diff and --help.
+
+They import no torch, and no damage gets past them.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ from quantflow.errors import IntegrityError
 from quantflow.exporting import export as export_stage
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 HEAVY = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 RUN_ALL = f"""
@@ -26,10 +29,6 @@ from quantflow.stages.cli import cli
 codes = [exit_code(cli, line) for line in json.loads(sys.argv[1])]
 print(json.dumps([codes, [name for name in {HEAVY!r} if name in sys.modules]]), file=sys.stderr)
 """
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def commands(group, prefix=()):

@@ -1,4 +1,7 @@
-"""Generation from disk and validation layer by layer: the numbers of the whole models, in a fraction of their memory."""
+"""Generation from disk and validation layer by layer.
+
+The numbers are those of the whole models, in a fraction of their memory.
+"""
 
 import json
 import math
@@ -25,12 +28,15 @@ GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreemen
 PEAK = """
 import sys
 from pathlib import Path
-from transformers.models.llama import modeling_llama  # what is imported is not what the weights take
+# imported here, so that it is not counted as memory of the weights
+from transformers.models.llama import modeling_llama
 import quantflow.runtime.offload
 from quantflow.runtime.generation import GenerateJob, run
-job = GenerateJob(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
+artifact = Path(sys.argv[1])
+job = GenerateJob(artifact=artifact, prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+    lines = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(lines[0].split()[1]) * 1024
 before = peak()
 tokens = run(job, lambda text: None)["outputs"][0]["tokens"]
 print(tokens, peak() - before)
@@ -190,7 +196,10 @@ def test_the_peak_of_generation_from_disk_is_a_fraction_of_the_weights(large_art
 
 @pytest.fixture(scope="module")
 def large_artifact(tmp_path_factory, llama):
-    """An artifact, and its bytes: two thirds are embedding and head, the rest two layers of W8A16."""
+    """An artifact, and its bytes.
+
+    Two thirds are embedding and head, the rest two layers of W8A16.
+    """
     work = tmp_path_factory.mktemp("large")
     config = AutoConfig.from_pretrained(llama)
     config.update(

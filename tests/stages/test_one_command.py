@@ -1,4 +1,7 @@
-"""From a model to an artifact in one command: what it leaves, where it goes on, and what a measurement lacks is measured."""
+"""From a model to an artifact in one command: its output, and its continuation.
+
+Statistics that a measurement lacks are measured.
+"""
 
 import json
 import shutil
@@ -17,16 +20,11 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize as quantizing
 from quantflow.shipped import CALIBRATION, EVALUATION
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 ROOT = Path(__file__).resolve().parents[2]
 GPTQ = ("--scheme", "W4A16", "--group-size", "32")
 TEXT = ("--samples", "6", "--sequence-length", "48")
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def digest(folder: Path) -> str:

@@ -1,4 +1,7 @@
-"""Where a stage writes: never inside what it reads, in the folder that a link names, and over no file that is not its own."""
+"""The folder that a stage writes.
+
+It is never inside an input, it is the one that a link names, and no foreign file is replaced.
+"""
 
 import json
 import os
@@ -14,14 +17,9 @@ from quantflow.files import disk, stage_folder
 from quantflow.files.outputs import beside, output_folder
 from quantflow.files.verify import verify
 from quantflow.reporting.log import logged
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 TEXT = ("--samples", "3", "--sequence-length", "32")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def listed(folder):

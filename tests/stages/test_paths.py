@@ -1,4 +1,7 @@
-"""Names of folders that nobody chooses by hand: controls, newlines, quotes, bytes that are no UTF-8, as long as they can be."""
+"""Names of folders that nobody chooses by hand.
+
+They hold controls, newlines, quotes, bytes that are no UTF-8, or are as long as they can be.
+"""
 
 import json
 import os
@@ -34,7 +37,10 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture
 def said(capsys):
-    """Run a command line and return its exit code, stdout and stderr, which hold nothing raw for a terminal."""
+    """Exit code, stdout and stderr of a command line.
+
+    They hold nothing raw for a terminal.
+    """
 
     def run(*arguments):
         capsys.readouterr()

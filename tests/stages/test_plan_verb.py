@@ -16,12 +16,7 @@ from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
 from quantflow.planning.card_splits import cut_columns, obstacles
 from quantflow.planning.forecast import spans
 from quantflow.planning.sizes import ModelSize
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
+from tests.shared import run
 
 
 @pytest.fixture
@@ -241,7 +236,10 @@ def test_indices_are_shortened_to_spans():
 
 
 def model_with(heads, kv_heads, rows, columns):
-    """A model of one layer: `up` behind a norm, [rows, 64], and `down` behind none, [64, columns]."""
+    """A model of one layer.
+
+    `up` stands behind a norm, [rows, 64], and `down` behind none, [64, columns].
+    """
     groups = (LinearGroup(linears=("up",), norm="n"), LinearGroup(linears=("down",)))
     layer = Layer(index=0, prefix="", attention="", groups=groups)
     shapes = {"up.weight": (rows, 64), "down.weight": (64, columns)}

@@ -184,7 +184,9 @@ def single_with_hessians(
 def test_keys_and_values_are_measured_in_the_cache_alone_so_nothing_is_made_to_agree_afterwards(
     unified: Path,
 ) -> None:
-    """Operands of attention that are measured beside the cache have scales of their own, until a script copies them.
+    """Operands of attention have scales of their own, until a script copies them.
+
+    They are measured beside the cache.
 
     Queries are in no cache, so theirs are measured where attention takes them.
     """
@@ -234,7 +236,10 @@ def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(
 def test_as_many_ranks_quantize_from_the_measurement_of_two_as_from_what_unify_makes_of_it(
     llama: Path, ranks: Path, unified: Path, tmp_path: Path
 ) -> None:
-    """Every card takes its scales whole, so the two become one, with the digest that unify's folder has."""
+    """Every card takes its scales whole, so the two become one.
+
+    It has the digest of unify's folder.
+    """
     line = ("quantize", llama, "--scheme", "FP8", "--ranks", "2")
     for name, folder in (("two", ranks), ("one", unified)):
         assert quantflow(*line, "-o", tmp_path / name, "--measurement", folder) == 0

@@ -44,7 +44,10 @@ def digest(folder, name, value):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The artifacts that were asked for a text, in order; each says its own name and how it was asked."""
+    """The artifacts that were asked for a text, in order.
+
+    Each says its own name and how it was asked.
+    """
     names = []
 
     def sample_text(artifact, *, disk_offload, **_):

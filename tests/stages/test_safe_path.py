@@ -1,4 +1,6 @@
-"""A folder that a model was downloaded to runs no code: not of the command, nor of any process that it starts.
+"""A folder that a model was downloaded to runs no code.
+
+Neither the command nor any process that it starts runs some.
 
 The folder is the current one, and holds files by the names of modules that Python, torch and
 quantflow import.

@@ -1,4 +1,7 @@
-"""`serve` as a command line: which limits hold and where they are from, older names, what is not read."""
+"""`serve` as a command line.
+
+Tested are limits that hold and their sources, older names, and variables that are not read.
+"""
 
 import pytest
 

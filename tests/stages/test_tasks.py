@@ -1,4 +1,7 @@
-"""`validate --tasks`: both models are asked, without a network; what cannot be asked is a sentence and an exit code."""
+"""`validate --tasks` asks both models, without a network.
+
+Impossible tasks end with a sentence and an exit code.
+"""
 
 import json
 import os

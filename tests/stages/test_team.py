@@ -1,4 +1,7 @@
-"""What N cards quantize together where the model runs, unified, is what one process quantizes: every byte of it."""
+"""N cards that quantize together where the model runs.
+
+Unified, they make every byte that one process makes.
+"""
 
 import hashlib
 import json
@@ -82,7 +85,10 @@ for line in sys.stdin:
 def ranks(
     model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
-    """Return a function that quantizes with N processes and returns how each ended, and how it says what went wrong."""
+    """A function that quantizes with N processes.
+
+    It returns each process's exit and error.
+    """
     log = tmp_path_factory.mktemp("server") / "stderr"
     with (
         log.open("w") as told,
@@ -204,7 +210,10 @@ def alone(
 
 @pytest.fixture(scope="module")
 def shards(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that returns what N cards make with GPTQ, made once; it is not to be changed."""
+    """A function that returns the GPTQ output of N cards, made once.
+
+    The output is not to be changed.
+    """
     made: dict[int, Path] = {}
 
     def run(world: int) -> Path:

@@ -1,4 +1,7 @@
-"""Ranks that share a model, unified, are what one rank measures: bit for bit, or as far as their sums have another order."""
+"""Ranks that share a model, unified, are one rank's measurement.
+
+They agree bit for bit, or as far as their sums have another order.
+"""
 
 import json
 import os
@@ -152,7 +155,10 @@ def statistics(folder: Path) -> dict[str, Tensor]:
 
 
 def compare(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal where every card computes the same; elsewhere within 1e-5, counts within what a value beside an edge moves."""
+    """Equal where every card computes the same; elsewhere within 1e-5.
+
+    Counts differ by at most the values that move over an edge.
+    """
     assert sorted(ours) == sorted(expected)
     for key, value in expected.items():
         statistic = key.rpartition("|")[2]
@@ -212,7 +218,10 @@ def test_larger_worlds_in_any_number_of_groups_do_too(
 def test_hessians_of_what_every_card_sees_are_those_of_one_rank(
     model: Path, text_files: dict[str, Path], options: list[str], tmp_path: Path
 ) -> None:
-    """Those of a row's input are on the cards in blocks, which unify refuses; they are left out here."""
+    """Statistics of a row's input are on the cards in blocks, which unify refuses.
+
+    They are left out here.
+    """
     quantflow(
         "measure",
         model,
@@ -247,7 +256,10 @@ def test_hessians_of_what_every_card_sees_are_those_of_one_rank(
 
 
 def test_blocks_of_a_hessian_are_refused_by_name(measured: Callable[[int, int], Path]) -> None:
-    """A rank has the products of its own channels of a row's input; those between the cards were measured by none."""
+    """A rank has the products of its own channels of a row's input.
+
+    No rank measured those between the cards.
+    """
     key = "model.layers.0.mlp.down_proj|input|hessian_sum"
     folders = sorted(measured(2, 2).glob("rank-*"))
     ranks = [
@@ -263,7 +275,10 @@ def test_blocks_of_a_hessian_are_refused_by_name(measured: Callable[[int, int], 
 def test_an_artifact_quantized_from_sharded_ranks_is_that_of_one_rank(
     model: Path, measured: Callable[[int, int], Path], single_folder: Path, tmp_path: Path
 ) -> None:
-    """Scales are made once, of the merged maxima; merging scales of shares would have to quantize their weights again."""
+    """Scales are made once, of the merged maxima.
+
+    Merging scales of shares would have to quantize their weights again.
+    """
     written = []
     for name, measurement in (
         ("ranks", unified(measured(2, 2), 1, tmp_path)),
@@ -416,7 +431,10 @@ def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
 def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_machine_do(
     model: Path, options: list[str], measured: Callable[[int, int], Path], tmp_path: Path
 ) -> None:
-    """Two launchers that find each other by an address, as on two machines; they write into one folder."""
+    """Two launchers that meet by an address, as on two machines.
+
+    They write into one folder.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,4 +1,7 @@
-"""Transforms through the stages: what they decide is recorded, what they change is in the ledger, the function is kept."""
+"""Transforms through the stages.
+
+Their decisions are recorded, their changes are in the ledger, and the function is kept.
+"""
 
 import json
 import shutil
@@ -129,7 +132,10 @@ def test_linears_absorb_nothing_where_the_recipe_says_so(family_model, measured_
 def test_a_layer_that_is_read_back_has_the_biases_that_were_divided(
     family_model, measured_family, tmp_path, monkeypatch
 ):
-    """Killed when the first layer was written, and before what leaves it was; the next one is made from that."""
+    """Killed when the first layer was written, and before the hidden states after it were.
+
+    The next layer is made from those.
+    """
     model, measurement = family_model("qwen2"), measured_family("qwen2")
     halves = {"smoothquant": {"alpha": 0.5, "linears": True}}
     entry = {
@@ -212,7 +218,10 @@ def test_a_measurement_without_what_awq_reads_is_refused_by_name(
 def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(
     family, family_model, tmp_path
 ):
-    """Eight bits per channel: what is left is mostly the rounding of embedding and head to the source's bfloat16."""
+    """Eight bits per channel lose little.
+
+    Most of the loss is the rounding of embedding and head to the source's bfloat16.
+    """
     folder = quantized(family_model(family), None, tmp_path / "q", HADAMARD)
     artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
@@ -345,7 +354,10 @@ def test_what_does_not_go_through_a_mixed_input_is_refused(
 def test_static_inputs_of_a_rotated_model_are_observed_in_it(
     family_model, measured_family, tmp_path
 ):
-    """The measurement has seen other inputs. The bound: static ranges of a random model cost much, foreign ones all."""
+    """The measurement has seen other inputs.
+
+    The bound: static ranges of a random model cost much, foreign ones all.
+    """
     model = family_model("llama")
     folder = quantized(model, measured_family("llama"), tmp_path / "q", BOTH)
     artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)

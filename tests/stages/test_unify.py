@@ -24,16 +24,11 @@ from quantflow.measuring.record import (
     read_meta,
     write_measurement,
 )
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 from quantflow.unifying import unify
+from tests.shared import run
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -124,7 +119,10 @@ def amax(folder, rank, world):
 
 
 def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
-    """A search for `1_16` in file names finds `11_16` as well, and the one that the folder lists first wins."""
+    """A search for `1_16` in file names finds `11_16` as well.
+
+    The one that the folder lists first wins.
+    """
     values = [float(rank + 1) for rank in range(16)]
     ranks(tmp_path / "m", dp=16, amax=values)
     code, out, err = said("unify", "-g", "0-7", "8-15", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -241,7 +239,10 @@ def test_files_beside_the_ranks_change_nothing(said, tmp_path):
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_missing_rank_is_named_whichever_it_is(refused, tmp_path, gone):
-    """The first missing rank fails without a name elsewhere, and any other is dropped in silence."""
+    """The first missing rank fails without a name elsewhere.
+
+    Any other is dropped in silence.
+    """
     ranks(tmp_path / "m", dp=3)
     shutil.rmtree(tmp_path / "m" / f"rank-00{gone}-of-003")
     told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -371,7 +372,10 @@ def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(
 
 
 def test_scales_are_not_merged_because_they_are_derived(refused, tmp_path):
-    """Scale files are dictionaries where weights have scales per channel; statistics are merged, and scales made from them."""
+    """Scale files are dictionaries where weights have scales per channel.
+
+    Statistics are merged, and scales made from them.
+    """
     folder = tmp_path / "m" / "rank-000-of-001"
     folder.mkdir(parents=True)
     for name in (
@@ -695,12 +699,11 @@ def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
         assert [amax(tmp_path / f"u{world}", rank, world) for rank in range(world)] == expected
 
 
-def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_same_command_continues(
-    tmp_path,
-):
+def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_the_command_continues(tmp_path):
     ranks(tmp_path / "m", dp=64)
     for limit, code in ((40, 5), (120, 0)):
-        line = f"ulimit -n {limit}; {sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
+        unify = f"{sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
+        line = f"ulimit -n {limit}; {unify}"
         result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
         assert result.returncode == code, result.stderr
         assert code == 0 or "ulimit -n" in result.stderr and "Traceback" not in result.stderr

@@ -1,4 +1,7 @@
-"""The verbs one after the other, and all of them as `run`: what they print, leave alone and write."""
+"""The verbs one after the other, and all of them as `run`.
+
+Tested are their output, their files, and the files that they leave alone.
+"""
 
 import json
 import shutil
@@ -15,15 +18,10 @@ from quantflow.measuring.job import MeasureJob
 from quantflow.planning import resources
 from quantflow.planning.recipe import Calibration
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
 SCHEME = ("--scheme", "W4A16", "--group-size", "32", "--name", "int4")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def tree(folder):
@@ -81,7 +79,10 @@ def lines(tmp_path_factory, llama, text_files):
 
 @pytest.fixture(scope="module")
 def done(lines):
-    """The working folder after every stage ran once; export proves the artifact in a fresh process."""
+    """The working folder after every stage ran once.
+
+    Export proves the artifact in a fresh process.
+    """
     for line in lines.values():
         assert run(*line) == 0
     return lines["export"][3].parent
@@ -311,7 +312,10 @@ def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, line
 def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(
     llama, tmp_path
 ):
-    """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
+    """Both processes import torch at once.
+
+    The proof's own waits for its order, and knows nothing of the artifact yet.
+    """
     script = """
 import subprocess, sys
 import quantflow.distributed.launch  # whose annotations name the class that is replaced

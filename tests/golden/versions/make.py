@@ -1,4 +1,6 @@
-"""Write what a version leaves on disk, from a tiny model: python tests/golden/versions/make.py tests/golden/versions/0.1.0
+"""Write the files of a version from a tiny model.
+
+python tests/golden/versions/make.py tests/golden/versions/0.1.0
 
 model/ is the source; artifact/, measurement/ and unfinished/ are what export, measure and a killed
 quantize left. They are written once by the version of their name, and read by every later one

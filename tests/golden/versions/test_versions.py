@@ -1,4 +1,7 @@
-"""What earlier versions left on disk is read, or refused with the command that makes it again; make.py wrote it."""
+"""Files of earlier versions are read, or refused with the command that makes them again.
+
+make.py wrote them.
+"""
 
 import shutil
 from pathlib import Path
@@ -12,15 +15,10 @@ from quantflow.files.inspect import summarize
 from quantflow.files.verify import verify
 from quantflow.measuring.record import read_measurement
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 VERSIONS = sorted(path for path in Path(__file__).parent.glob("[0-9]*") if path.is_dir())
 TOKENS = torch.tensor([[3, 10, 17, 24, 31, 9]])
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda path: path.name)

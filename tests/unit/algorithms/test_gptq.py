@@ -17,6 +17,7 @@ from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
 from quantflow.numerics import feedback
+from tests.shared import random
 
 W4_G32 = with_group_size(preset("W4A16"), 32)
 W4_G32_ASYM = with_group_size(preset("W4A16_ASYM"), 32)
@@ -36,10 +37,6 @@ W3_G32 = with_group_size(preset("W3A16"), 32)
 W2_G32_ASYM = with_group_size(preset("W2A16_ASYM"), 32)
 SCHEMES = [W4_G32, W4_G32_ASYM, W4_CHANNEL, W8_CHANNEL, W3_G32, W2_G32_ASYM]
 IDS = ["int4-g32", "int4-g32-asym", "int4-channel", "int8-channel", "int3-g32", "int2-g32-asym"]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def correlated_inputs(samples: int, features: int, *, seed: int = 0) -> torch.Tensor:

@@ -12,6 +12,7 @@ from quantflow.core.parallel import Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError
+from tests.shared import random
 
 GRANULARITIES = {"per_channel": None, "per_group": 16}
 SCHEMES = [
@@ -33,10 +34,6 @@ INT4, INT4_ASYM = SCHEMES[0], SCHEMES[1]
 def label(scheme: LinearScheme) -> str:
     weights = scheme.weights
     return f"int{weights.num_bits}-{weights.granularity}-{'sym' if weights.symmetric else 'asym'}"
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:

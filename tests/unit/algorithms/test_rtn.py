@@ -15,6 +15,7 @@ from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError
+from tests.shared import random
 
 GRANULARITIES = {"per_tensor": None, "per_channel": None, "per_group": 16}
 INT_SCHEMES = [
@@ -48,10 +49,6 @@ def run(
         {"w": weight}, linear_scheme(scheme), statistics={}, scale_dtype=scale_dtype
     )
     return results["w"].weight
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # scale 7.5 / 7.5 = 1; ties go to even, the positive end is clamped to 7

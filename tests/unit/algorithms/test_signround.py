@@ -16,6 +16,7 @@ from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import SchemeError, StatisticsError, UsageError
 from quantflow.numerics.trained_block import TrainedBlock
+from tests.shared import random
 
 
 def scheme_of(bits: int, *, symmetric: bool = True, group_size: int | None = None) -> LinearScheme:
@@ -32,10 +33,6 @@ def scheme_of(bits: int, *, symmetric: bool = True, group_size: int | None = Non
 
 INT4, INT4_ASYM = scheme_of(4), scheme_of(4, symmetric=False)
 INT2 = scheme_of(2, group_size=8)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def forward(weights, x):

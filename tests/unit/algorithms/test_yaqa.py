@@ -15,6 +15,7 @@ from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
 from quantflow.numerics import output_blocks
+from tests.shared import random
 
 W4_CHANNEL = LinearScheme(
     name="test",
@@ -28,10 +29,6 @@ SCHEMES = [W4_CHANNEL, W4_G32, W3_G32_ASYM]
 IDS = ["int4-channel", "int4-g32", "int3-g32-asym"]
 FLOAT4 = [preset("NVFP4A16"), preset("MXFP4A16")]
 FLOAT4_IDS = ["nvfp4", "mxfp4"]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def correlated(samples, features, *, seed):

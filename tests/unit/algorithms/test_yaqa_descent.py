@@ -10,12 +10,9 @@ from quantflow.algorithms.yaqa import descent
 from quantflow.algorithms.yaqa.descent import Problem, Side, apart, descend_, loss_of, rescaled
 from quantflow.core.scheme import TensorScheme
 from quantflow.numerics.grid import Grid
+from tests.shared import random
 
 SCHEME = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def problem_of(weight, *, groups=1, zero_point=None, outputs=None, inputs=None, scale=0.3):

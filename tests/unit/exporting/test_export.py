@@ -25,12 +25,7 @@ from quantflow.files.manifest import build_manifest, read_manifest, write_manife
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.verify import verify
 from quantflow.quantizing import weight_rows
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
+from tests.shared import run
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,9 @@ from quantflow.core.scheme import PRESETS, with_group_size, with_rounded_inputs
 from quantflow.files.manifest import read_manifest, rounds_inputs, with_note, write_manifest
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 LINEAR = "model.layers.1.mlp.down_proj"
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

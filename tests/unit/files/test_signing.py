@@ -17,8 +17,6 @@ from quantflow.files.verify import verify
 from quantflow.server import process
 from quantflow.server.models import open_model
 from quantflow.server.settings import ServeJob
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 
 pytest.importorskip("model_signing")  # an extra: quantflow[sign]
 from cryptography import x509
@@ -26,11 +24,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.shared import run
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries below
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def key_pair(folder, name):

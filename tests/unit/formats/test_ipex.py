@@ -16,15 +16,10 @@ from quantflow.formats import LAYOUTS
 from quantflow.formats.ipex import IPEXLayout
 from quantflow.formats.weight_layout import integers
 from quantflow.runtime.artifact import open_folder
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 LAYOUT = LAYOUTS["ipex"]
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def grouped(size: int, *, symmetric: bool = True) -> LinearScheme:

@@ -15,15 +15,12 @@ from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group
 from quantflow.numerics import output_errors
 from quantflow.numerics.feedback import feedback_of
 from quantflow.numerics.output_errors import ROWS, SecondMoment, compared, moment_of, unchanged
+from tests.shared import random
 
 W4_G32 = with_group_size(preset("W4A16"), 32)
 W4_G32_ASYM = with_group_size(preset("W4A16_ASYM"), 32)
 FP8_BLOCK = with_group_size(preset("FP8_BLOCK"), 32)
 SCHEMES = [W4_G32, W4_G32_ASYM, preset("W8A16"), preset("FP8"), preset("FP8_DYNAMIC"), FP8_BLOCK]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of(x):

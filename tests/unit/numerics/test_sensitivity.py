@@ -8,12 +8,9 @@ import torch
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
 from quantflow.numerics.sensitivity import ROWS, predicted_divergence, sampled_rows
+from tests.shared import random
 
 W2_G2 = with_group_size(preset("W2A16"), 2).weights  # -2, -1, 0, 1 times a scale
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def predicted(weight, scheme, rows, columns, dtype=torch.float32):

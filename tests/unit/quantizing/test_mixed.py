@@ -40,18 +40,13 @@ from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantizing.mixed_precision.sensitivity import Item, candidates_of
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 QUIET = ProgressLine(quiet=True)
 SMALL = tuple(
     Candidate(scheme=f"W{bits}A16", group_size=size) for bits in (3, 4, 6) for size in (32, 64)
 )
 ENTRY = Quantize(name="mixed", scheme="W4A16", target_bpw=4.7, candidates=SMALL)
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

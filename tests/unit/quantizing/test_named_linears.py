@@ -13,14 +13,9 @@ from quantflow.files.manifest import read_manifest
 from quantflow.planning.recipe import Export
 from quantflow.progress import SILENT
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 PATTERN = "re:transformer[.](attentions|ffns)[.]"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

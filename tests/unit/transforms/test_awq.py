@@ -12,13 +12,10 @@ from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.numerics.smoothing import Absorber, Fold
 from quantflow.transforms import TRANSFORMS, awq
+from tests.shared import random
 
 OPTIONS = {"duo": "both", "clip": "auto", "linears": True}
 SCHEME = with_group_size(preset("W4A16"), 16)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def unequal_inputs(rows: int = 256, features: int = 64) -> torch.Tensor:

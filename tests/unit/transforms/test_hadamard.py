@@ -6,12 +6,9 @@ import torch
 from quantflow.core.orthogonal import mixed, rotated, rotation
 from quantflow.errors import UsageError
 from quantflow.transforms import ROTATIONS, hadamard
+from tests.shared import random
 
 OPTIONS = {"seed": 0, "heads": True, "down": False}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,7 @@ from quantflow.core.scheme import preset
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.numerics.smoothing import Absorber, Fold, Smoothing, apply_, smooth_statistics
 from quantflow.transforms import TRANSFORMS, smoothquant
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.shared import random
 
 
 def fold_of(weights, amax, absorber=None, *, scheme="W8A8", **statistics):
