@@ -2,9 +2,9 @@
 
 python docs/make_coverage.py                          write it
 python docs/make_coverage.py --check                  exit 1 where the file is stale
-python docs/make_coverage.py --break                  break each row's feature in a copy, run its tests, write both files
+python docs/make_coverage.py --break                  break features in a copy, run their tests
 python docs/make_coverage.py --break --rows H1,B2     those rows alone
-python docs/make_coverage.py --break --stale          rows whose mutation was not run, or whose tests did not fail
+python docs/make_coverage.py --break --stale          rows without a result of their mutation
 
 A row works where it names tests and misses nothing, is there in part where it names tests and what
 is missing, and is not there where it names no test. A row that works also has a mutation: a small
@@ -44,7 +44,7 @@ def read() -> tuple[dict[str, Row], dict[str, Row]]:
 
 
 def results() -> Records:
-    """Results of the mutations by row: the `mutation`'s digest and the test that `failed`, "" where none did."""
+    """Results by row: the `mutation`'s digest and the test that `failed`, "" where none did."""
     records: Records = json.loads(RESULTS.read_text())
     return records
 

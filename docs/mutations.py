@@ -1,4 +1,4 @@
-"""Breaks the feature of a row of coverage.toml once, in a copy of the repository, and runs its tests.
+"""Breaks the feature of a row of coverage.toml once, in a copy of the tree, and runs its tests.
 
 A mutation replaces a text that stands exactly once in a file. It shows something where a test of
 its row passes without it and fails with it. mutations.json keeps the result of each row with a
@@ -318,7 +318,7 @@ class _Copy:
     def _pytest(
         self, arguments: Sequence[str], seconds: int
     ) -> tuple[int | None, dict[str, tuple[str, str]]]:
-        """Exit code of pytest, None after too long, and for each test its state and first line of failure."""
+        """Exit code of pytest, None after too long; state and first line of failure per test."""
         self.report.unlink(missing_ok=True)
         command = [
             sys.executable,

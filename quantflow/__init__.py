@@ -74,7 +74,7 @@ __all__ = sorted([*_HOMES, *_STAGES, *_OTHERS])
 
 def measure(model: str | Path, output: str | Path, **job: Any) -> "MeasureResult":
     """Run calibration text through a model and keep statistics: the fields of `MeasureJob`."""
-    result: "MeasureResult" = _run("MeasureJob", job, model=model, output=output)
+    result: MeasureResult = _run("MeasureJob", job, model=model, output=output)
     return result
 
 
@@ -82,7 +82,7 @@ def quantize(
     model: str | Path, output: str | Path, *, entry: "Quantize", **job: Any
 ) -> "QuantizeResult":
     """Choose qvalues and scales for a model: the fields of `QuantizeJob`."""
-    result: "QuantizeResult" = _run(
+    result: QuantizeResult = _run(
         "QuantizeJob", {"entry": entry, **job}, model=model, output=output
     )
     return result
@@ -90,19 +90,19 @@ def quantize(
 
 def unify(measurement: str | Path, output: str | Path, **job: Any) -> "UnifyResult":
     """Merge ranks that measured, or join ranks that quantized: the fields of `UnifyJob`."""
-    result: "UnifyResult" = _run("UnifyJob", job, measurement=measurement, output=output)
+    result: UnifyResult = _run("UnifyJob", job, measurement=measurement, output=output)
     return result
 
 
 def export(source: str | Path, output: str | Path, **job: Any) -> "ExportResult":
     """Write an artifact and prove it in a fresh process: the fields of `ExportJob`."""
-    result: "ExportResult" = _run("ExportJob", job, source=source, output=output)
+    result: ExportResult = _run("ExportJob", job, source=source, output=output)
     return result
 
 
 def validate(artifact: str | Path, baseline: str | Path, **job: Any) -> "ValidateResult":
     """Compare an artifact with its source and let a gate decide: the fields of `ValidateJob`."""
-    result: "ValidateResult" = _run("ValidateJob", job, artifact=artifact, baseline=baseline)
+    result: ValidateResult = _run("ValidateJob", job, artifact=artifact, baseline=baseline)
     return result
 
 
@@ -110,7 +110,7 @@ def make_artifact(
     model: str | Path, output: str | Path, *, entry: "Quantize", **job: Any
 ) -> "ArtifactResult":
     """Measure, quantize, export and prove in one call: the fields of `ArtifactJob`."""
-    result: "ArtifactResult" = _run(
+    result: ArtifactResult = _run(
         "ArtifactJob", {"entry": entry, **job}, model=model, output=output
     )
     return result
@@ -118,7 +118,7 @@ def make_artifact(
 
 def gate(validation: str | Path, **job: Any) -> "ValidateResult":
     """Judge a validation once more, from its validation.json: the fields of `GateJob`."""
-    result: "ValidateResult" = _run("GateJob", job, validation=validation)
+    result: ValidateResult = _run("GateJob", job, validation=validation)
     return result
 
 
@@ -146,7 +146,7 @@ def serve(artifact: str | Path, **job: Any) -> None:
 
 
 def _run(name: str, job: dict[str, Any], **paths: str | Path) -> Any:
-    """Run a job that was given by its fields; `progress`, `prover` and `stream` are of its `run`."""
+    """Run a job that is given by its fields; `progress`, `prover` and `stream` go to its `run`."""
     running = {key: job.pop(key) for key in ("progress", "prover", "stream") if key in job}
     record = __getattr__(name)
     return record(**{key: Path(path) for key, path in paths.items()}, **job).run(**running)

@@ -173,13 +173,13 @@ def usable_cores() -> int:
 
 def _fields(path: Path) -> dict[str, int]:
     """Values of the `Name:  123 kB` lines in a file of /proc, in bytes."""
-    found = {}
+    sizes = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            found[name] = int(words[0]) * 1024
-    return found
+        parts = value.split()
+        if len(parts) == 2 and parts[1] == "kB":
+            sizes[name] = int(parts[0]) * 1024
+    return sizes
 
 
 def _group(name: str) -> list[int]:

@@ -1,7 +1,7 @@
 """What the library tells while it works, as a protocol: who calls it decides what becomes of it.
 
-The command line shows a live line and writes a log (quantflow/reporting/progress_line.py). A program gives
-nothing and gets `SILENT`, or gives an object of its own with these five methods.
+The command line shows a live line and writes a log (quantflow/reporting/progress_line.py). A
+program gives nothing and gets `SILENT`, or gives an object of its own with these five methods.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ class Progress(Protocol):
         """Take one line for the log alone."""
 
     def doing(self, text: str) -> None:
-        """Take what the running step does now; called from the thread that runs the steps, as often as it likes."""
+        """Take the present work of the running step; called from the thread that runs the steps."""
 
     def steps(
         self,
@@ -37,7 +37,7 @@ class Progress(Protocol):
         samples: int = 0,
         before: int = 0,
     ) -> Iterator[Item]:
-        """Yield the items; what a step made is on disk when the next one is asked for, so a run may be ended in between.
+        """Yield the items; a run may be ended between two: a step's result is on disk by then.
 
         Args:
             items: one per step.
@@ -50,7 +50,7 @@ class Progress(Protocol):
         ...
 
     def hushed(self) -> Self:
-        """Return this progress without its lines for people: that of a rank that is not the first."""
+        """This progress without lines for people, for a rank that is not the first."""
         ...
 
 

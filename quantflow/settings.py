@@ -162,12 +162,12 @@ def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ..
     Entries of a list are records of their own.
     """
     hints = typing.get_type_hints(record)
-    found = []
+    settings = []
     for item in dataclasses.fields(record):
         options = _without_none(hints[item.name])
         if KEY in item.metadata:
             kind, multiple = _kind(options[0]) if len(options) == 1 else (str, False)
-            found.append(
+            settings.append(
                 Setting(
                     record=record,
                     path=(*path, item.name),
@@ -181,8 +181,8 @@ def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ..
         if item.metadata.get(KEY, Declared()).flag is None:
             for option in options:
                 if isinstance(option, type) and dataclasses.is_dataclass(option):
-                    found += every_setting(option, (*path, item.name))
-    return tuple(found)
+                    settings += every_setting(option, (*path, item.name))
+    return tuple(settings)
 
 
 def _without_none(hint: Any) -> tuple[Any, ...]:

@@ -106,10 +106,10 @@ def by_layer(
             if mark.hollow
             else f'fill="{colour}"'
         )
-        told = escape(f"{mark.layer} {mark.kind}: {mark.value:.3g}")
+        title = escape(f"{mark.layer} {mark.kind}: {mark.value:.3g}")
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" '
-            f"{paint}><title>{told}</title></circle>"
+            f"{paint}><title>{title}</title></circle>"
         )
     middle = TOP + height / 2
     parts.append(
@@ -171,8 +171,8 @@ def heat_map(
                 parts.append(f'<rect {box} fill="none"/>')
                 continue
             colour = _heat(value / largest)
-            told = escape(f"{column} {row}: {value:.3g}")
-            parts.append(f"<rect {box} {colour}><title>{told}</title></rect>")
+            title = escape(f"{column} {row}: {value:.3g}")
+            parts.append(f"<rect {box} {colour}><title>{title}</title></rect>")
     parts.append(
         f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" '
         f'text-anchor="middle">{escape(across)}</text>'

@@ -382,7 +382,7 @@ def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 class Meeting:
-    """A `Wire` between threads, which counts what goes over it.
+    """A `Communicator` between threads, which counts what goes over it.
 
     `table` holds every rank's part and a barrier.
     """

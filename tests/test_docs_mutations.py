@@ -1,4 +1,4 @@
-"""Mutations break a feature in a copy of a repository, and only a test that fails by that counts (docs/mutations.py)."""
+"""Mutations break a feature in a copy, and only a test that fails by that counts."""
 
 import os
 import signal

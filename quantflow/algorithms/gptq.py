@@ -155,7 +155,7 @@ def quantize_group(
     workers.map(
         unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit)
     )
-    made = {
+    quantized = {
         name: QTensor(
             qvalue=qvalues[name],
             scale=grid.scale,
@@ -167,12 +167,15 @@ def quantize_group(
     }
     about: dict[str, JSON] = {**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens}
     moment = output_errors.moment_of(feedback)
-    told = output_errors.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
+    errors = output_errors.compared(
+        weights, quantized, moment, scale_dtype=scale_dtype, workers=workers
+    )
     return {
         name: GroupResult(
-            weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]}
+            weight=weight,
+            decisions={**about, "zero_groups": grids[name].zero_groups, **errors[name]},
         )
-        for name, weight in made.items()
+        for name, weight in quantized.items()
     }
 
 

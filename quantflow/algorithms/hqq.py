@@ -165,17 +165,17 @@ def quantize_group(
 
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
     fits: dict[str, list[_Fit]] = {name: [] for name in weights}
-    for (name, _), found in zip(units, workers.map(fit, units), strict=True):
-        fits[name].append(found)
+    for (name, _), fit_of_unit in zip(units, workers.map(fit, units), strict=True):
+        fits[name].append(fit_of_unit)
     return {
         name: GroupResult(
             weight=weight,
             decisions={
                 "zero_groups": grids[name].zero_groups,
-                "changed_groups": sum(found.changed for found in fits[name]),
-                "iterations": sum(found.iterations for found in fits[name]),
-                "objective_rtn": sum(found.before for found in fits[name]),
-                "objective": sum(found.after for found in fits[name]),
+                "changed_groups": sum(fit_of_unit.changed for fit_of_unit in fits[name]),
+                "iterations": sum(fit_of_unit.iterations for fit_of_unit in fits[name]),
+                "objective_rtn": sum(fit_of_unit.before for fit_of_unit in fits[name]),
+                "objective": sum(fit_of_unit.after for fit_of_unit in fits[name]),
             },
         )
         for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()

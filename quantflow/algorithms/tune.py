@@ -141,19 +141,19 @@ def rate(num_bits: int, *, step: int, steps: int) -> float:
     return math.ldexp(RATE, 1 - num_bits) * (1 - step / steps) * min(1.0, (step + 1) / _WARM_UP)
 
 
-def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: int) -> Tuned:
+def stepped(start: QTensor, tuned: Tuned, gradient: Tensor, *, step: int, steps: int) -> Tuned:
     """The tuned values after a step of Adam.
 
     Args:
         start: weight whose scales are tuned.
         tuned: values before the step.
-        found: gradient by u, [O, G].
+        gradient: gradient by u, [O, G].
         step: 0 .. steps - 1.
         steps: number of steps.
     """
     keep, keep_square = BETAS
-    mean = tuned.mean.mul(keep).add_(found, alpha=1 - keep)
-    square = tuned.square.mul(keep_square).addcmul_(found, found, value=1 - keep_square)
+    mean = tuned.mean.mul(keep).add_(gradient, alpha=1 - keep)
+    square = tuned.square.mul(keep_square).addcmul_(gradient, gradient, value=1 - keep_square)
     direction = (mean / (1 - keep ** (step + 1))).div_(
         (square / (1 - keep_square ** (step + 1))).sqrt_().add_(EPSILON)
     )
@@ -174,10 +174,13 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
     total = 0.0
     gradient = torch.empty_like(logits, dtype=torch.float32)
     for part in groups.spans(len(logits), max(1, _LOGITS // logits.shape[1])):
-        found, target = logits[part].float().log_softmax(-1), original[part].float().log_softmax(-1)
+        predicted, target = (
+            logits[part].float().log_softmax(-1),
+            original[part].float().log_softmax(-1),
+        )
         weights = target.exp()
-        total += float(target.sub_(found).mul_(weights).sum(dtype=torch.float64))
-        gradient[part] = found.exp_().sub_(weights)
+        total += float(target.sub_(predicted).mul_(weights).sum(dtype=torch.float64))
+        gradient[part] = predicted.exp_().sub_(weights)
     if not math.isfinite(total):
         raise StatisticsError(
             f"tune: the divergence of a sequence is {total}",

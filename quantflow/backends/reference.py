@@ -11,10 +11,10 @@ from quantflow.core.scheme import TensorScheme
 
 # The dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the
 # inputs. The qvalues are not kept.
-Prepared = tuple[Tensor, TensorScheme | None, Tensor | None, Tensor | None]
+ReferenceOperands = tuple[Tensor, TensorScheme | None, Tensor | None, Tensor | None]
 
 
-def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> ReferenceOperands:
     """Dequantize the weight in float32 and round it to `dtype`."""
     return (
         linear.weight.dequantize().to(dtype),
@@ -24,7 +24,7 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     )
 
 
-def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, prepared: ReferenceOperands, bias: Tensor | None) -> Tensor:
     """The product x @ W.T + bias. x: [..., I] in the prepared dtype; returns [..., O]."""
     weight, scheme, scale, zero_point = prepared
     return functional.linear(affine.fake_quantize_input(x, scheme, scale, zero_point), weight, bias)

@@ -86,7 +86,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         return _kept(job, _beside(job, job.baseline, progress))
     with (
         rank_processes.bound("bench", asked=job.bind),
-        rank_processes.joined("bench", world) as wire,
+        rank_processes.joined("bench", world) as communicator,
     ):
         begin = time.perf_counter()
         loaded = load(
@@ -100,15 +100,15 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             exact=job.exact,
             compiled=job.torch_compile,
             device=job.device,
-            wire=wire,
+            communicator=communicator,
         )
         load_seconds, threads = time.perf_counter() - begin, torch.get_num_threads()
         batches = rank_processes.drive(
-            loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None)
+            loaded, communicator, lambda led: _timed(job, led, progress, alone=communicator is None)
         )
         peaks = [process_memory.usage().peak]
-        if wire is not None:
-            peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
+        if communicator is not None:
+            peaks = communicator.gather(torch.tensor(peaks)).flatten().tolist()
     if batches is None:
         return None
     result = {

@@ -248,8 +248,10 @@ def open_device(name: str) -> Device:
         )
     _settle_workspace(name)
     kind = torch.device("cuda", index)
-    found = torch.cuda.get_device_properties(kind)
-    return Device(kind=kind, model=found.name, capability=f"{found.major}.{found.minor}")
+    properties = torch.cuda.get_device_properties(kind)
+    return Device(
+        kind=kind, model=properties.name, capability=f"{properties.major}.{properties.minor}"
+    )
 
 
 def _settle_workspace(name: str) -> None:
@@ -261,10 +263,11 @@ def _settle_workspace(name: str) -> None:
         UnsupportedError: the variable has another value already.
     """
     variable, allowed = _WORKSPACE
-    given = os.environ.setdefault(variable, allowed[0])
-    if given not in allowed:
+    setting = os.environ.setdefault(variable, allowed[0])
+    if setting not in allowed:
         raise UnsupportedError(
-            f"--device {name}: {variable}={given}, with which sums have another order in each run",
+            f"--device {name}: {variable}={setting}, with which sums have another order in "
+            "each run",
             f"unset it, or set it to {' or '.join(allowed)}",
         )
 

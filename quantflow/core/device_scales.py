@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import float8
-from quantflow.core.scale_rules import Rounding, Rule
+from quantflow.core.scale_rules import Rule, ScaleRounding
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError
 
 ARITHMETICS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -247,17 +247,17 @@ def _raw(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str) -> Tensor
     return amax.to(ARITHMETICS[arithmetic]) / (target.largest * rule.backoff)
 
 
-def _round(raw: Tensor, rounding: Rounding, *, target: Target) -> Tensor:
+def _round(raw: Tensor, rounding: ScaleRounding, *, target: Target) -> Tensor:
     """The rounded scale, float32; the arithmetic is that of raw's dtype."""
     if rounding == "IDENTITY":
         return raw.float()
     exponent = _ceil_log2(raw)
     if rounding == "HW_ALIGNED":
-        known = _hw_exponents(target)
-        found = torch.full_like(exponent, known[-1])
-        for larger in reversed(known):
-            found = torch.where(exponent <= larger, larger, found)
-        exponent = found
+        exponents = _hw_exponents(target)
+        rounded = torch.full_like(exponent, exponents[-1])
+        for larger in reversed(exponents):
+            rounded = torch.where(exponent <= larger, larger, rounded)
+        exponent = rounded
     return torch.exp2(exponent).float()
 
 
@@ -270,8 +270,8 @@ def _ceil_log2(scale: Tensor) -> Tensor:
     if scale.dtype != torch.float64:
         return torch.ceil(torch.log2(scale)).double()
     mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
-    found = (exponent - (mantissa == 0.5).int()).double()
-    return torch.where(scale > 0, found, torch.full_like(found, -torch.inf))
+    power = (exponent - (mantissa == 0.5).int()).double()
+    return torch.where(scale > 0, power, torch.full_like(power, -torch.inf))
 
 
 def _hw_exponents(target: Target) -> tuple[int, ...]:

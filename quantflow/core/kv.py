@@ -79,5 +79,5 @@ def kv_scales(scheme: TensorScheme, *, keys: Tensor, values: Tensor) -> KVScales
                 f"{name}: amax {amax.tolist()}",
                 "magnitudes are finite and not negative; measure again",
             )
-    found = (affine.scale_from_amax(amax, scheme) for amax in (keys, values))
-    return KVScales(scheme=scheme, keys=next(found), values=next(found))
+    scales = (affine.scale_from_amax(amax, scheme) for amax in (keys, values))
+    return KVScales(scheme=scheme, keys=next(scales), values=next(scales))

@@ -20,7 +20,7 @@ _LARGEST_CORE = 512  # a larger core would dominate the time of the rotation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotation:
+class HadamardRotation:
     """An orthogonal matrix Q = diag(signs) (core (x) H_block) / sqrt(mixes).
 
     Attributes:
@@ -44,7 +44,7 @@ class Rotation:
         return self.block * int((self.core[0] != 0).sum())
 
 
-def rotation(size: int, *, seed: int, sequence: int = 0) -> Rotation:
+def rotation(size: int, *, seed: int, sequence: int = 0) -> HadamardRotation:
     """A rotation of `size` channels whose signs come from a seed.
 
     Args:
@@ -62,17 +62,17 @@ def rotation(size: int, *, seed: int, sequence: int = 0) -> Rotation:
     block = size & -size  # the largest power of two in it
     odd = size // block
     if odd == 1:
-        return Rotation(signs=signs, core=torch.ones(1, 1), block=block)
+        return HadamardRotation(signs=signs, core=torch.ones(1, 1), block=block)
     order = odd
     while order <= min(size, _LARGEST_CORE):
         core = paley(order) if size % order == 0 else None
         if core is not None:
-            return Rotation(signs=signs, core=core, block=size // order)
+            return HadamardRotation(signs=signs, core=core, block=size // order)
         order *= 2
-    return Rotation(signs=signs, core=torch.eye(odd), block=block)
+    return HadamardRotation(signs=signs, core=torch.eye(odd), block=block)
 
 
-def rotated(x: Tensor, by: Rotation) -> Tensor:
+def rotated(x: Tensor, by: HadamardRotation) -> Tensor:
     """Product x Q, float32, of x's shape.
 
     Args:
@@ -133,14 +133,14 @@ def _butterfly(y: Tensor, block: int) -> Tensor:
     return y
 
 
-def rotate_rows_(target: Tensor, source: Tensor, by: Rotation) -> Tensor:
+def rotate_rows_(target: Tensor, source: Tensor, by: HadamardRotation) -> Tensor:
     """Fill `target` [O, I] with source Q, a few rows at a time, rounded to its dtype; return it."""
     for rows in groups.row_units(source):
         target[rows] = rotated(source[rows], by).to(target.dtype)
     return target
 
 
-def rotate_columns_(target: Tensor, source: Tensor, by: Rotation) -> Tensor:
+def rotate_columns_(target: Tensor, source: Tensor, by: HadamardRotation) -> Tensor:
     """Fill `target` [O, I] with Q^T source, a few columns at a time, in its dtype; return it."""
     for columns in groups.spans(source.shape[1], max(1, groups.UNIT_ELEMENTS // source.shape[0])):
         target[:, columns] = rotated(source[:, columns].T, by).T.to(target.dtype)

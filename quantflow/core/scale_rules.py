@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-Granularity = Literal["PTS", "PCS"]
-Value = Literal["MAXABS", "FIXED_VALUE", "OPT", "DUMMY_SCALES"]
-Rounding = Literal["IDENTITY", "POW2", "HW_ALIGNED", "HW_ALIGNED_FIXED", "SCALE_UNIT"]
+ScaleGranularity = Literal["PTS", "PCS"]
+ScaleValue = Literal["MAXABS", "FIXED_VALUE", "OPT", "DUMMY_SCALES"]
+ScaleRounding = Literal["IDENTITY", "POW2", "HW_ALIGNED", "HW_ALIGNED_FIXED", "SCALE_UNIT"]
 ARITHMETIC_NAMES = ("exact", "BF16", "FP16", "FP32")  # dtypes in which a scale is derived
 ACTIVATION_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
 
@@ -33,9 +33,9 @@ class Rule:
         dynamic: whether the scale is computed from each input at run time.
     """
 
-    granularity: Granularity
-    value: Value
-    rounding: Rounding
+    granularity: ScaleGranularity
+    value: ScaleValue
+    rounding: ScaleRounding
     backoff: float = 1.0
     exponents: tuple[int, ...] | None = None
     dynamic: bool = False
@@ -66,7 +66,11 @@ class ScaleMethod:
 
 
 def _rule(
-    granularity: Granularity, value: Value, rounding: Rounding, backoff: float = 1.0, **more: Any
+    granularity: ScaleGranularity,
+    value: ScaleValue,
+    rounding: ScaleRounding,
+    backoff: float = 1.0,
+    **more: Any,
 ) -> Rule:
     return Rule(granularity=granularity, value=value, rounding=rounding, backoff=backoff, **more)
 

@@ -33,9 +33,9 @@ SCALE_ROUNDINGS = ("none", "pow2")
 INPUT_OBSERVERS = ("amax", "mse", "percentile")
 
 
-def _known(field: str, value: object, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise SchemeError(f"{field}={value!r} is unknown", f"use one of {', '.join(words)}")
+def _known(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SchemeError(f"{field}={value!r} is unknown", f"use one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +149,8 @@ class TensorScheme:
         if self.block_type is not None:
             _known("block_type", self.block_type, tuple(BLOCK_TYPES))
             kind = BLOCK_TYPES[self.block_type]
-            given = (self.kind, self.num_bits, self.granularity, self.group_size, self.symmetric)
-            if given != ("int", kind.num_bits, "per_group", kind.group_size, not kind.minima):
+            shape = (self.kind, self.num_bits, self.granularity, self.group_size, self.symmetric)
+            if shape != ("int", kind.num_bits, "per_group", kind.group_size, not kind.minima):
                 raise SchemeError(
                     f"block_type={kind.name} with {self.kind}{self.num_bits} {self.granularity} "
                     f"of {self.group_size}",
@@ -164,17 +164,17 @@ class TensorScheme:
 
     def _check_scale_rule(self, rule: Rule) -> None:
         granularity = {"PTS": "per_tensor", "PCS": "per_channel"}[rule.granularity]
-        given = (
+        shape = (
             self.kind,
             self.num_bits,
             self.granularity,
             self.dynamic or rule.dynamic,
             self.scale_rounding,
         )
-        if given != ("float", 8, granularity, False, "none"):
+        if shape != ("float", 8, granularity, False, "none"):
             raise SchemeError(
                 f"a scale rule {rule.granularity} with {self.kind}{self.num_bits} "
-                f"{self.granularity}, dynamic={given[3]}, "
+                f"{self.granularity}, dynamic={shape[3]}, "
                 f"scale_rounding={self.scale_rounding!r}",
                 "rules are of the stored scales of float8, of tensors or channels, and round "
                 "them by themselves",
@@ -324,15 +324,15 @@ def scheme_words(scheme: LinearScheme | TensorScheme) -> dict[str, Any]:
 
     `quantflow.planning.finished_plan.scheme_from` undoes it.
     """
-    words = asdict(scheme)
-    for part in (words, words.get("weights"), words.get("input")):
+    data = asdict(scheme)
+    for part in (data, data.get("weights"), data.get("input")):
         if part is not None and part.get("block_type", "") is None:
             del part["block_type"]
         if part is not None and part.get("scale_format", "") == "float":
             del part["scale_format"]
         if part is not None and part.get("scale_rule", "") is None:
             del part["scale_rule"], part["scale_arithmetic"]
-    return words
+    return data
 
 
 _FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
@@ -482,21 +482,21 @@ def named(weights: TensorScheme, inputs: TensorScheme | None, layout: Layout) ->
     Raises:
         SchemeError: no linear has these weights, inputs and layout together.
     """
-    found = LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
-    for known in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
+    custom = LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
+    for preset_scheme in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
         fixed = (
-            known.weights.block is not None
-            or known.weights.scale_format != "float"
-            or known.weights.group_size is None
+            preset_scheme.weights.block is not None
+            or preset_scheme.weights.scale_format != "float"
+            or preset_scheme.weights.group_size is None
         )
         candidate = (
-            known
+            preset_scheme
             if fixed or weights.group_size is None
-            else with_group_size(known, weights.group_size)
+            else with_group_size(preset_scheme, weights.group_size)
         )
         if (candidate.weights, candidate.input, candidate.layout) == (weights, inputs, layout):
             return candidate
-    return found
+    return custom
 
 
 def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:

@@ -40,37 +40,37 @@ def cores_of(
     nodes = sorted(
         _nodes(cores if len(cores) >= ranks else sorted(usable), system), key=len, reverse=True
     )[:ranks]
-    found: list[frozenset[int]] = []
+    cores_of_ranks: list[frozenset[int]] = []
     for index, node in enumerate(nodes):
         share = ranks * (index + 1) // len(nodes) - ranks * index // len(nodes)
         if share > len(node):
-            told = (
+            cause = (
                 f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in "
                 "all"
             )
-            raise UsageError(told, "use fewer ranks, or no --bind")
-        found += [
+            raise UsageError(cause, "use fewer ranks, or no --bind")
+        cores_of_ranks += [
             frozenset(node[len(node) * i // share : len(node) * (i + 1) // share])
             for i in range(share)
         ]
-    return found
+    return cores_of_ranks
 
 
 def _first_threads(usable: Collection[int], system: Path) -> list[int]:
     """The first usable thread of each core."""
-    found = []
+    first = []
     for processor in sorted(usable):
-        siblings = _listed(system / f"cpu/cpu{processor}/topology/thread_siblings_list") or {
-            processor
-        }
+        siblings = _numbers_in_file(
+            system / f"cpu/cpu{processor}/topology/thread_siblings_list"
+        ) or {processor}
         if processor == min(siblings & set(usable), default=processor):
-            found.append(processor)
-    return found
+            first.append(processor)
+    return first
 
 
 def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
     """The processors of each NUMA node; all are of one where nothing says otherwise."""
-    nodes = [_listed(path) for path in sorted(system.glob("node/node*/cpulist"))]
+    nodes = [_numbers_in_file(path) for path in sorted(system.glob("node/node*/cpulist"))]
     found = [
         inside
         for node in nodes
@@ -79,14 +79,14 @@ def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
     return found if sum(map(len, found)) == len(processors) else [list(processors)]
 
 
-def _listed(path: Path) -> set[int]:
+def _numbers_in_file(path: Path) -> set[int]:
     """The numbers in a file such as `0-3,8`; none where there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:
         return set()
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers

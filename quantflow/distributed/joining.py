@@ -107,11 +107,11 @@ def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Jo
         (float8.widen(part.qvalue) == 0).all(dim=1, keepdim=True) & (part.scale == 1)
         for part in parts
     ]
-    known = [
+    scales = [
         torch.where(empty, torch.zeros_like(part.scale), part.scale)
         for part, empty in zip(parts, zeros, strict=True)
     ]
-    largest = torch.stack(known).amax(dim=0)  # [O, 1]
+    largest = torch.stack(scales).amax(dim=0)  # [O, 1]
     scale = torch.where(largest == 0, torch.ones_like(largest), largest)
     stale = [
         ((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True)
@@ -132,8 +132,8 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
         return
     scale = weight.scale.expand(len(weight.qvalue), 1)[rows]  # [n, 1]
     # [n, columns]; moved as bytes, since torch has no indexed assignment of float8
-    made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)
-    weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
+    codes = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)
+    weight.qvalue.view(torch.uint8)[rows, columns] = codes.view(torch.uint8)
 
 
 def zero_groups(original: Tensor, scale: Tensor) -> int:

@@ -66,7 +66,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Said:
+class _OutputLine:
     """A line that a rank wrote to stderr."""
 
     rank: int
@@ -74,7 +74,7 @@ class _Said:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ended:
+class _RankExit:
     """A rank ended with an exit code; a negative one is a signal."""
 
     rank: int
@@ -94,13 +94,13 @@ class _Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Refused:
+class _WriteFailure:
     """A rank's output that cannot be handed on: nobody reads it, or a disk is full."""
 
     error: BaseException
 
 
-Lines = queue.SimpleQueue[_Said | _Ended | _Refused]
+Lines = queue.SimpleQueue[_OutputLine | _RankExit | _WriteFailure]
 
 
 def launched_rank() -> tuple[int, int] | None:
@@ -112,15 +112,15 @@ def launched_rank() -> tuple[int, int] | None:
     values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     if values == [None, None]:
         return None
-    told = " ".join(
+    variables = " ".join(
         f"{name}={value or ''}" for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True)
     )
     remedy = "start ranks with torchrun or --ranks, or unset both variables"
     if not all(value is not None and _NUMBER.fullmatch(value) for value in values):
-        raise UsageError(f"{told}: not two numbers", remedy)
+        raise UsageError(f"{variables}: not two numbers", remedy)
     rank, world = (int(str(value)) for value in values)
     if not rank < world <= MOST_RANKS:
-        raise UsageError(f"{told}: not a rank of a world of 1 to {MOST_RANKS}", remedy)
+        raise UsageError(f"{variables}: not a rank of a world of 1 to {MOST_RANKS}", remedy)
     return rank, world
 
 
@@ -329,7 +329,7 @@ def _listen(rank: int, pipe: IO[str], said: Lines) -> None:
     """Put a rank's stderr into the queue, line by line."""
     with pipe:
         for line in pipe:
-            said.put(_Said(rank=rank, line=line.rstrip("\n")))
+            said.put(_OutputLine(rank=rank, line=line.rstrip("\n")))
 
 
 def _pass_on(pipe: IO[str], stream: Callable[[str], None], said: Lines) -> None:
@@ -339,7 +339,7 @@ def _pass_on(pipe: IO[str], stream: Callable[[str], None], said: Lines) -> None:
             while piece := pipe.read(1):
                 stream(piece)
     except BaseException as error:  # raised in a thread: the queue carries it to the caller
-        said.put(_Refused(error=error))
+        said.put(_WriteFailure(error=error))
 
 
 def _await(
@@ -349,7 +349,7 @@ def _await(
     code = process.wait()
     for reader in readers:
         reader.join(_GRACE)  # a process that a killed rank leaves may hold the pipe open
-    said.put(_Ended(rank=rank, code=code))
+    said.put(_RankExit(rank=rank, code=code))
 
 
 def _wait(
@@ -369,15 +369,15 @@ def _wait(
     ends: dict[int, int] = {}
     while len(ends) < len(started):
         match said.get():
-            case _Said(rank=rank, line=line) if line.startswith("error: "):
+            case _OutputLine(rank=rank, line=line) if line.startswith("error: "):
                 failures[rank].cause = line.removeprefix("error: ")
-            case _Said(rank=rank, line=line) if line.startswith("  fix: "):
+            case _OutputLine(rank=rank, line=line) if line.startswith("  fix: "):
                 failures[rank].remedy = line.removeprefix("  fix: ")
-            case _Said(line=line) if line.startswith((f"{verb}: ", f"{verb} ")):
+            case _OutputLine(line=line) if line.startswith((f"{verb}: ", f"{verb} ")):
                 progress.say(line)
-            case _Refused(error=error):
+            case _WriteFailure(error=error):
                 raise error
-            case _Ended(rank=rank, code=code):
+            case _RankExit(rank=rank, code=code):
                 ends[rank] = code
                 if code:
                     # A rank that lost its connection fails before the rank that broke it is heard:
@@ -412,8 +412,8 @@ def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
 def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -> QuantflowError:
     """The error of the rank that ended the others."""
     if code < 0:
-        told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
-        return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
+        cause = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
+        return ResourceError(cause, f"look whether memory ended, or who stopped it; {again}")
     kind = _BY_EXIT_CODE.get(code, InputError)
     return kind(f"rank {rank} of {ranks} failed: {failure.cause}", f"{failure.remedy}; {again}")
 

@@ -55,7 +55,7 @@ from quantflow.observers.keys import HEADS
 KINDS = ("replicated", "column", "row", "expert")
 OUTPUTS = {"column": ("sliced", "gathered", "reduced"), "row": ("partial", "reduced")}
 AXES = {"column": 0, "row": 1}
-Layout = Literal["same", "channels", "samples", "partial"]
+Sharing = Literal["same", "channels", "samples", "partial"]
 Placement = Mapping[str, Any]
 
 _KEYS = {
@@ -125,7 +125,7 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
         )
 
 
-def layout(placement: Placement, site: str) -> Layout:
+def sharing(placement: Placement, site: str) -> Sharing:
     """The sharing of a site among the ranks of a replica; see the table above."""
     kind = placement["kind"]
     if kind == "replicated" or (site == "routed" and kind != "expert"):
@@ -148,7 +148,7 @@ def layout(placement: Placement, site: str) -> Layout:
 def channels(placement: Placement, site: str) -> int:
     """The number of channels that the statistics of this rank have at a site."""
     outputs, inputs = placement["full_shape"]
-    if layout(placement, site) == "channels":
+    if sharing(placement, site) == "channels":
         return int(placement["length"])
     return int(outputs if site in ("output", "weight", "gradient", *HEADS) else inputs)
 
@@ -156,14 +156,16 @@ def channels(placement: Placement, site: str) -> int:
 def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
     """The positions in `placements` of cards that saw the same, together, in card order."""
     first = placements[0]
-    if layout(first, site) == "same" or first["kind"] == "expert":
+    if sharing(first, site) == "same" or first["kind"] == "expert":
         return [list(range(len(placements)))]
-    found: dict[Any, list[int]] = {}
+    positions: dict[Any, list[int]] = {}
     for position, placement in enumerate(placements):
         # Query heads are never copied, not even where cards share the key and value heads that the
         # placement is about.
-        found.setdefault(position if site == "query" else _piece(placement), []).append(position)
-    return list(found.values())
+        positions.setdefault(position if site == "query" else _piece(placement), []).append(
+            position
+        )
+    return list(positions.values())
 
 
 def check_cover(name: str, placements: Sequence[Placement]) -> None:
@@ -206,7 +208,7 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
     if first["kind"] == "expert":
         return {**first, "length": max(placement["length"] for placement in parts)}
     held = list(dict.fromkeys(_piece(placement) for placement in parts))
-    bound = {"bound": True} if len(held) > 1 and layout(first, "output") == "partial" else {}
+    bound = {"bound": True} if len(held) > 1 and sharing(first, "output") == "partial" else {}
     offset, length = held[0][0], sum(length for _, length in held)
     if length < first["full_shape"][AXES[first["kind"]]]:
         return {**first, "offset": offset, "length": length, **bound}

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.distributed.communicator import Communicator
 from quantflow.distributed.team import connected
-from quantflow.distributed.wire import Wire
 
 # The folder of files that are memory; ours are removed when all ranks have opened them.
 _FOLDER = Path("/dev/shm")
@@ -34,31 +34,38 @@ _SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000
 
 
 class SharedMemory:
-    """A `Wire` between processes of one machine.
+    """A `Communicator` between processes of one machine.
 
     Attributes:
-        rank, world: see `Wire`.
+        rank, world: see `Communicator`.
     """
 
-    def __init__(self, verb: str, wire: Wire, memory: mmap.mmap, *, processes: list[int]) -> None:
+    def __init__(
+        self, verb: str, communicator: Communicator, memory: mmap.mmap, *, processes: list[int]
+    ) -> None:
         """Take the memory; all ranks have to.
 
         Args:
             verb: verb of the command line, for messages.
-            wire: sockets between the same ranks, for parts that are too large.
+            communicator: sockets between the same ranks, for parts that are too large.
             memory: `size_of(world)` bytes, zeros.
             processes: process ids of the ranks.
         """
-        self.rank, self.world = wire.rank, wire.world
-        self._verb, self._wire, self._processes, self._count = verb, wire, processes, 0
+        self.rank, self.world = communicator.rank, communicator.world
+        self._verb, self._communicator, self._processes, self._count = (
+            verb,
+            communicator,
+            processes,
+            0,
+        )
         self._counters = memoryview(memory)[: self.world * _LINE].cast("q")
         rooms = torch.frombuffer(memory, dtype=torch.uint8, offset=self.world * _LINE)
         self._rooms = rooms.view(2, self.world, _ROOM)  # [2, ranks, bytes]
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `Wire.gather`."""
+        """See `Communicator.gather`."""
         if part.nbytes > _ROOM:
-            return self._wire.gather(part)
+            return self._communicator.gather(part)
         self._count += 1
         room = self._rooms[self._count % 2, :, : part.nbytes]  # [ranks, bytes]
         room[self.rank] = part.reshape(-1).view(torch.uint8)  # [bytes]
@@ -73,7 +80,7 @@ class SharedMemory:
         )
 
     def broadcast(self, numbers: Tensor) -> None:
-        """See `Wire.broadcast`."""
+        """See `Communicator.broadcast`."""
         numbers.copy_(self.gather(numbers)[0])
 
     def _wait(self, other: int) -> None:
@@ -100,34 +107,36 @@ def size_of(world: int) -> int:
     return world * (_LINE + 2 * _ROOM)
 
 
-def nearest(verb: str, wire: Wire) -> Wire:
-    """A wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
+def nearest(verb: str, communicator: Communicator) -> Communicator:
+    """A communicator through memory where all ranks can have it, else `communicator`.
+
+    All ranks have to call this.
 
     Args:
         verb: verb of the command line, for messages.
-        wire: sockets between the same ranks.
+        communicator: sockets between the same ranks.
     """
     memory, name = None, b""
-    if wire.rank == 0 and platform.machine() in _ORDERED and _FOLDER.is_dir():
+    if communicator.rank == 0 and platform.machine() in _ORDERED and _FOLDER.is_dir():
         with suppress(OSError):
-            descriptor, made = tempfile.mkstemp(prefix="quantflow-", dir=_FOLDER)
-            name = Path(made).name.encode()
-            memory = _mapped(descriptor, size_of(wire.world))
-    told = torch.tensor(list(name.ljust(_NAME, b"\0")))
-    wire.broadcast(told)
-    path = _FOLDER / bytes(told.tolist()).rstrip(b"\0").decode()
-    if wire.rank and path != _FOLDER:
+            descriptor, memory_file = tempfile.mkstemp(prefix="quantflow-", dir=_FOLDER)
+            name = Path(memory_file).name.encode()
+            memory = _mapped(descriptor, size_of(communicator.world))
+    message = torch.tensor(list(name.ljust(_NAME, b"\0")))
+    communicator.broadcast(message)
+    path = _FOLDER / bytes(message.tolist()).rstrip(b"\0").decode()
+    if communicator.rank and path != _FOLDER:
         with suppress(OSError):  # another machine, or another container of this one
-            memory = _mapped(os.open(path, os.O_RDWR), size_of(wire.world))
-    processes = wire.gather(torch.tensor([os.getpid()])).flatten().tolist()
+            memory = _mapped(os.open(path, os.O_RDWR), size_of(communicator.world))
+    processes = communicator.gather(torch.tensor([os.getpid()])).flatten().tolist()
     near = memory is not None and all(map(_alive, processes))
-    everywhere = bool(wire.gather(torch.tensor([near])).all())
-    if wire.rank == 0 and name:
+    everywhere = bool(communicator.gather(torch.tensor([near])).all())
+    if communicator.rank == 0 and name:
         # what is mapped stays; nothing is left behind, however this ends
         path.unlink(missing_ok=True)
     if memory is None or not everywhere:
-        return wire
-    return SharedMemory(verb, wire, memory, processes=processes)
+        return communicator
+    return SharedMemory(verb, communicator, memory, processes=processes)
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:

@@ -57,14 +57,14 @@ def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
         first.qvalue.dtype
     )
     grids = []
-    for found in (
+    for parts_of_grid in (
         [part.scale for part in parts],
         [part.zero_point for part in parts if part.zero_point is not None],
     ):
-        if not found or _follow(first.scheme, axis):
-            grids.append(torch.cat(found, dim=axis) if found else None)
+        if not parts_of_grid or _follow(first.scheme, axis):
+            grids.append(torch.cat(parts_of_grid, dim=axis) if parts_of_grid else None)
         else:
-            grids.append(_one(found, first.scheme))
+            grids.append(_one(parts_of_grid, first.scheme))
     scale, zero_point = grids
     assert scale is not None  # every part has one
     return QTensor(
@@ -92,12 +92,12 @@ def _groups(scheme: TensorScheme, part: slice) -> slice:
     return slice(part.start // size, part.stop // size)
 
 
-def _one(found: Sequence[Tensor], scheme: TensorScheme) -> Tensor:
+def _one(tensors: Sequence[Tensor], scheme: TensorScheme) -> Tensor:
     """The tensor that all parts share."""
-    for other in found[1:]:
-        if not torch.equal(found[0], other):
+    for other in tensors[1:]:
+        if not torch.equal(tensors[0], other):
             raise SchemeError(
                 f"parts of a {scheme.granularity} weight have different scales or zero points",
                 "put parts of one weight together",
             )
-    return found[0]
+    return tensors[0]

@@ -123,8 +123,8 @@ class Team:
         if self.world == 1:
             return dict(tensors), about
         if not (device.is_host or self.direct):
-            found, about = self.broadcast(fetched(tensors, device), about, number=number)
-            return {name: device.put(tensor) for name, tensor in found.items()}, about
+            received, about = self.broadcast(fetched(tensors, device), about, number=number)
+            return {name: device.put(tensor) for name, tensor in received.items()}, about
         owner = number % self.world
         mine = self.owns(number)
         specs = [
@@ -139,7 +139,7 @@ class Team:
             else torch.empty(int(size), dtype=torch.uint8),
         )
         specs, about = json.loads(head.numpy().tobytes())
-        found = {}
+        received = {}
         for name, dtype, shape in specs:
             tensor = (
                 tensors[name].contiguous()
@@ -147,8 +147,8 @@ class Team:
                 else torch.empty(shape, dtype=DTYPES[dtype], device=device.kind)
             )
             self._from(owner, tensor.reshape(-1).view(torch.uint8))
-            found[name] = tensor
-        return found, about
+            received[name] = tensor
+        return received, about
 
     def span(self, value: int) -> tuple[int, int]:
         """The least and the greatest of the cards' values."""
@@ -260,7 +260,7 @@ def connected(verb: str = "quantize") -> Iterator[None]:
         # torchrun names the rank that fails first: let it end this one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
-        told = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise ResourceError(
-            f"{verb}: {LOST}: {told}", "look what it said; the same command continues"
+            f"{verb}: {LOST}: {message}", "look what it said; the same command continues"
         ) from error

@@ -50,12 +50,12 @@ def device_of(summary: Mapping[str, Any]) -> Device:
     if made_on is None:
         return HOST
     device = open_device(made_on["name"])
-    found = {"name": made_on["name"], **device.key().get("device", {})}
+    here = {"name": made_on["name"], **device.key().get("device", {})}
     for word, there in made_on.items():
-        if found.get(word) != there:
+        if here.get(word) != there:
             raise UnsupportedError(
                 f"{made_on['name']}: the layers were computed with {word} {there!r}, here it is "
-                f"{found.get(word)!r}",
+                f"{here.get(word)!r}",
                 "bits differ between devices: export on the machine that quantized, or quantize "
                 "again on this one",
             )
@@ -79,7 +79,7 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
     claims = check.reason is None
     check.embedding(tokens, device.fetch(states[0].hidden))
     for layer, right in zip(graph.layers, expected["layers"], strict=True):
-        given = device.fetch(states[0].hidden)
+        hidden = device.fetch(states[0].hidden)
         with stream.layer(layer.index) as module:
             stream.advance(module, states)
         left = tensor_hash(output := device.fetch(states[0].hidden))
@@ -89,7 +89,7 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
                 f"computed {right[:16]}",
                 "this is a defect in the layout or the loader; keep the folder and report it",
             )
-        check.layer(layer.index, given, output)
+        check.layer(layer.index, hidden, output)
     logits = device.fetch(stream.finish(states[0].hidden))
     if tensor_hash(logits) != expected["logits"]:
         raise IntegrityError(

@@ -70,7 +70,7 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
         dtype: dtype of the weights that were quantized, a key of `CHOICES`; None is one that holds
             them exactly. The other weights keep theirs.
     """
-    require_quantized(job.source, job.output, made="format dequantized")
+    require_quantized(job.source, job.output, product="format dequantized")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
         identity = identity_of(artifact)

@@ -101,10 +101,10 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         named = summary["recipe"].get("linears", ())
         source = open_files(job.model or Path(summary["source"]["folder"]), linears=named)
         digests = Digests(also=[job.source / HASHES])
-        expected, found = _model_of(record, job.source), fingerprint(source.checkpoint, digests)
-        if found != expected:
+        expected, actual = _model_of(record, job.source), fingerprint(source.checkpoint, digests)
+        if actual != expected:
             raise InputError(
-                f"{source.checkpoint.folder}: is model {found[:16]}, {job.source} was made "
+                f"{source.checkpoint.folder}: is model {actual[:16]}, {job.source} was made "
                 f"from {expected[:16]}",
                 "give the model that was quantized with --model, or quantize this one",
             )

@@ -100,7 +100,12 @@ def run(job: ExportJob, progress: Progress) -> Path:
     measured = _measured(job)
     source = None if job.model is None else open_files(job.model)
     model = None if source is None else _same_model(job, measured, source)
-    made_from = {"measurement": measured.digest, "model": model, "version": VERSION, **_said(job)}
+    made_from = {
+        "measurement": measured.digest,
+        "model": model,
+        "version": VERSION,
+        **_deciding_settings(job),
+    }
     files = GaudiFiles(
         config=_config(job),
         name=_name(job),
@@ -172,11 +177,13 @@ def _measured(job: ExportJob) -> Measured:
     if are_gaudis(path):
         _refuse_other_generation(path, str(job.options.device))
         files = find_triples(path)
-        triples = [read_triple(found) for found in files.values()]
+        triples = [read_triple(measured) for measured in files.values()]
         if any(triple.mode != MEASUREMENT for triple in triples):
             raise InputError(f"{path}: holds scales", "give the files of the measurement")
         observer = files[0].name.observer
-        found = Measured(ranks=tuple(triples), ours=False, digest=digests(files), observer=observer)
+        measured = Measured(
+            ranks=tuple(triples), ours=False, digest=digests(files), observer=observer
+        )
     else:
         measurements = [read_measurement(folder) for folder in rank_folders(path)]
         _refuse_missing(path, measurements)
@@ -186,7 +193,7 @@ def _measured(job: ExportJob) -> Measured:
                 "of experts are not known here",
                 "export the measurement of a model without experts",
             )
-        found = Measured(
+        measured = Measured(
             ranks=tuple(
                 Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements
             ),
@@ -194,12 +201,12 @@ def _measured(job: ExportJob) -> Measured:
             digest=[one.meta["digest"] for one in measurements],
             fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
         )
-    if len(found.ranks) > 1 and not _config(job).seperate_measure_files:
+    if len(measured.ranks) > 1 and not _config(job).seperate_measure_files:
         raise UsageError(
-            f"export: {len(found.ranks)} ranks, and seperate_measure_files is false",
+            f"export: {len(measured.ranks)} ranks, and seperate_measure_files is false",
             "run `quantflow unify` first",
         )
-    return found
+    return measured
 
 
 def _refuse_missing(path: Path, measurements: Sequence[Measurement]) -> None:
@@ -219,10 +226,10 @@ def _refuse_other_generation(path: Path, device: str) -> None:
     """
     path = device_folder(path)
     expected = GENERATIONS.get(device)
-    found = [part for part in (path.name, path.parent.name) if part in GENERATIONS.values()]
-    if expected is not None and found and expected not in found:
+    generations = [part for part in (path.name, path.parent.name) if part in GENERATIONS.values()]
+    if expected is not None and generations and expected not in generations:
         raise InputError(
-            f"{path}: folder {found[0]} is of another device than {device}",
+            f"{path}: folder {generations[0]} is of another device than {device}",
             f"measure on {device}, or rename the folder if its name is wrong",
         )
 
@@ -235,26 +242,26 @@ def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
     """
     if not measured.ours:
         refuse_other_model(job.source, _weights(measured.ranks), source)
-    found = fingerprint(source.checkpoint)
-    for expected in measured.fingerprints - {found}:
+    actual = fingerprint(source.checkpoint)
+    for expected in measured.fingerprints - {actual}:
         raise InputError(
-            f"{job.source}: measured on model {expected[:16]}, {job.model} is {found[:16]}",
+            f"{job.source}: measured on model {expected[:16]}, {job.model} is {actual[:16]}",
             "give the model that was measured",
         )
-    return found
+    return actual
 
 
 def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
     """`<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
-    found: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
     for triple in ranks:
         for key, value in gaudi_nodes.statistics_from(triple.nodes)[0].items():
             if key.endswith("|weight|amax"):
-                found[key] = torch.maximum(found.get(key, value), value)
-    return found
+                maxima[key] = torch.maximum(maxima.get(key, value), value)
+    return maxima
 
 
-def _said(job: ExportJob) -> dict[str, Any]:
+def _deciding_settings(job: ExportJob) -> dict[str, Any]:
     """Everything of the job that decides the files, as plain data."""
     config = config_table(
         _config(job), dump_stats_path=_config(job).dump_stats_path, block=_config(job).blocklist

@@ -42,7 +42,7 @@ from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_fa
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
 from quantflow.models.reading import bytes_of, read_into
-from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
+from quantflow.planning.cost import BUFFERS, LIBRARIES, MemoryNeed
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 
@@ -66,7 +66,7 @@ class GGUFPlan:
         working_bytes: bytes that rounding takes beside the pieces.
     """
 
-    layout: gguf.GGUFLayout
+    layout: gguf.GGUFFilePlan
     places: dict[str, Place]
     computed: dict[str, Tensor]
     working_bytes: int = 0
@@ -108,9 +108,9 @@ def run(job: ExportJob, progress: Progress) -> Path:
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.force)
-        moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
+        peaks = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
         grant(
-            Need(stage="export", moments=moments, result=plan.layout.nbytes),
+            MemoryNeed(stage="export", peaks=peaks, result=plan.layout.nbytes),
             job.resources,
             folder=job.output,
         )
@@ -126,13 +126,13 @@ def run(job: ExportJob, progress: Progress) -> Path:
 def _own_dtype(weights: GGUFWeights) -> str:
     """The dtype of the source's embedding, the first tensor of the file."""
     name = places(weights.config, weights.shapes)[0].source
-    found = weights.dtypes[name]
-    if found not in gguf.TYPES:
+    stored_dtype = weights.dtypes[name]
+    if stored_dtype not in gguf.TYPES:
         raise UsageError(
-            f"{name}: {found}, which GGUF files here do not hold",
+            f"{name}: {stored_dtype}, which GGUF files here do not hold",
             f"give --dtype {', '.join(CHOICES)}",
         )
-    return found
+    return stored_dtype
 
 
 def _kind_in_blocks(weights: GGUFWeights) -> str | None:
@@ -161,14 +161,16 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
     config, dtype = weights.config, MIXTURES.get(kind, kind)
-    found = {place.name: place for place in places(config, weights.shapes)}
+    by_name = {place.name: place for place in places(config, weights.shapes)}
     factors = rope_factors(config)
     computed = {} if factors is None else {ROPE_FACTORS: factors}
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in computed.items()}
-    specs |= {name: (_type_of(place, weights, dtype), place.shape) for name, place in found.items()}
+    specs |= {
+        name: (_type_of(place, weights, dtype), place.shape) for name, place in by_name.items()
+    }
     rounded = [
         place
-        for name, place in found.items()
+        for name, place in by_name.items()
         if specs[name][0] in gguf.BLOCKS and place.source not in weights.blocks
     ]
     values = {
@@ -184,7 +186,7 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
     }
     working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
     return GGUFPlan(
-        layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working
+        layout=gguf.layout(values, specs), places=by_name, computed=computed, working_bytes=working
     )
 
 
@@ -212,13 +214,13 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
         InputError: the file cannot be read.
         IntegrityError: naming what differs.
     """
-    found = gguf.read_header(path, types=gguf.WRITTEN)
-    specs = {name: (info.dtype, info.shape) for name, info in found.tensors.items()}
-    if gguf.layout(found.metadata, specs) != plan.layout:
+    header = gguf.read_header(path, types=gguf.WRITTEN)
+    specs = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
+    if gguf.layout(header.metadata, specs) != plan.layout:
         raise IntegrityError(
             f"{path.name}: its header is not what was written", "export again, and check the disk"
         )
-    for info in found.tensors.values():
+    for info in header.tensors.values():
         place = plan.places.get(info.name)
         if place is None:
             written = _file_rows(path, info, 0, info.shape[0])
@@ -298,9 +300,9 @@ def _quantized(
     if place.source in weights.blocks and weights.read_quantized is not None:
         return weights.read_quantized(place.source, start, stop)
     scheme = preset(info.dtype)
-    found = {place.source: weights.read(place.source, start, stop)}
+    rows = {place.source: weights.read(place.source, start, stop)}
     scale_dtype = DTYPES[BLOCK_TYPES[info.dtype].scale_dtype]
-    return rtn_mse.quantize_group(found, scheme, statistics={}, scale_dtype=scale_dtype)[
+    return rtn_mse.quantize_group(rows, scheme, statistics={}, scale_dtype=scale_dtype)[
         place.source
     ].weight
 

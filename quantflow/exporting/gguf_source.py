@@ -155,8 +155,8 @@ def _quantized(artifact: Artifact, name: str, start: int, stop: int) -> QTensor:
     }
     multiple = FORMAT.row_multiple(scheme)  # rows that are decoded by themselves
     first, last = start // multiple * multiple, min(rows, -(-stop // multiple) * multiple)
-    found = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
-    return found.weight.rows(slice(start - first, stop - first))
+    linear = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
+    return linear.weight.rows(slice(start - first, stop - first))
 
 
 def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:

@@ -57,7 +57,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
     if job.options.dtype is not None and job.options.dtype not in CHOICES:
         cause = f"export: dtype {job.options.dtype!r} of format {job.options.format} is unknown"
         raise UsageError(cause, nearest(job.options.dtype, list(CHOICES)))
-    require_quantized(job.source, job.output, made=f"format {job.options.format}")
+    require_quantized(job.source, job.output, product=f"format {job.options.format}")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
         identity = identity_of(artifact)
@@ -194,16 +194,16 @@ class _Conversion:
         Raises:
             UnsupportedError: a share is missing.
         """
-        found = dict(specs)
+        stacked = dict(specs)
         for name, whole in self.stacks.items():
-            kinds = {found.pop(part.name)[0] for part in whole.parts if part.name in specs}
+            kinds = {stacked.pop(part.name)[0] for part in whole.parts if part.name in specs}
             missing = [part.name for part in whole.parts if part.name not in specs]
             if kinds and missing:
                 cause = f"{missing[0]}: not there, {name} holds it beside others"
                 raise UnsupportedError(cause, "keep it as it is, or quantize all experts alike")
             if kinds:
-                found[name] = (kinds.pop(), whole.shape)
-        return found
+                stacked[name] = (kinds.pop(), whole.shape)
+        return stacked
 
     def tensors(self, specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the result, in the order of `specs`."""
@@ -226,7 +226,7 @@ class _Conversion:
 
     def _whole(self, split: SplitTensor, dtype: torch.dtype) -> Tensor:
         """A tensor that holds several linears."""
-        found = torch.empty(split.shape, dtype=dtype)
+        tensor = torch.empty(split.shape, dtype=dtype)
         for part in split.parts:
             owner = part.name.rpartition(".")[0]
             plain = part.name in self.artifact.names
@@ -235,26 +235,28 @@ class _Conversion:
                 if plain
                 else self.encoded(owner)
             )
-            found.as_strided(part.shape, part.strides, part.start).copy_(share[part.name])
-        return found
+            tensor.as_strided(part.shape, part.strides, part.start).copy_(share[part.name])
+        return tensor
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        artifact, known = self.artifact, dict(self.artifact.checkpoint.config)
+        artifact, content = self.artifact, dict(self.artifact.checkpoint.config)
         schemes = {name: placement.scheme for name, placement in artifact.linears.items()}
         graph = graph_for(artifact.config)
         modules = module_names(graph) | dict(artifact.modules)
         quantized = {*schemes, *(modules.get(name, name) for name in schemes)}
         left = left_alone(graph, quantized, names=artifact.names)
-        known["quantization_config"] = self.layout.quantization_config(
+        content["quantization_config"] = self.layout.quantization_config(
             schemes,
             ignore=list(
                 dict.fromkeys([*left, *(modules[name] for name in left if name in modules)])
             ),
-            model_type=str(known.get("model_type")),
+            model_type=str(content.get("model_type")),
             modules=modules,
         )
-        return {key: value for key, value in known.items() if key != "quantization_config" or value}
+        return {
+            key: value for key, value in content.items() if key != "quantization_config" or value
+        }
 
     def require_same(self, folder: Path, progress: Progress) -> None:
         """Open what was written and compare every linear with the source's.

@@ -75,17 +75,17 @@ def _of_parts(
     names: Sequence[str], schemes: Mapping[str, LinearScheme], encoder: ModuleType
 ) -> tuple[tuple[str, ...], str, str]:
     """The artifact's tensors, action and reason of a source tensor that is read in parts."""
-    found: list[str] = []
+    written: list[str] = []
     used: dict[str, None] = {}
     for name in names:
         linear = name.removesuffix(".weight")
         quantized = schemes.get(linear) if name != linear else None
-        found += [name] if quantized is None else encoder.tensor_names(linear, quantized)
+        written += [name] if quantized is None else encoder.tensor_names(linear, quantized)
         used |= {} if quantized is None else {quantized.name: None}
     if used:
-        return tuple(found), "quantized", ", ".join(used)
+        return tuple(written), "quantized", ", ".join(used)
     return (
-        tuple(found),
+        tuple(written),
         "changed",
         f"in {len(names)} parts, or turned" if len(names) > 1 else "turned: [out, in]",
     )

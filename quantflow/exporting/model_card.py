@@ -176,14 +176,14 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
+def _output_errors(algorithm: str, errors: Mapping[str, Any]) -> list[str]:
     """The row about outputs on the calibration text, where there were any."""
-    if not found:
+    if not errors:
         return []
     return [
-        f"| output error on the calibration text, median of {found['linears']} linears | "
-        f"{algorithm} {found['median']:.2%}, "
-        f"rtn {found['median_rtn']:.2%}; worst {found['worst']:.2%} ({found['worst_linear']}) |"
+        f"| output error on the calibration text, median of {errors['linears']} linears | "
+        f"{algorithm} {errors['median']:.2%}, "
+        f"rtn {errors['median_rtn']:.2%}; worst {errors['worst']:.2%} ({errors['worst_linear']}) |"
     ]
 
 

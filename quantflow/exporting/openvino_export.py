@@ -38,7 +38,7 @@ from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_
 from quantflow.models.skeleton import skeleton
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
+from quantflow.planning.cost import BUFFERS, LIBRARIES, MemoryNeed
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
@@ -60,7 +60,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
     if dtype not in openvino_ir.SCALE_DTYPES:
         cause = f"export: dtype {dtype!r} of format {openvino_ir.NAME} is unknown"
         raise UsageError(cause, nearest(dtype, list(openvino_ir.SCALE_DTYPES)))
-    require_quantized(job.source, job.output, made=f"format {openvino_ir.NAME}")
+    require_quantized(job.source, job.output, product=f"format {openvino_ir.NAME}")
     openvino_ir.require_packages()
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
@@ -81,7 +81,9 @@ def run(job: ExportJob, progress: Progress) -> Path:
         moment = (LIBRARIES + BUFFERS + 2 * floats, 0)
         result = sum(info.nbytes for info in artifact.checkpoint.infos.values())
         grant(
-            Need(stage="export", moments=(moment,), result=result), job.resources, folder=job.output
+            MemoryNeed(stage="export", peaks=(moment,), result=result),
+            job.resources,
+            folder=job.output,
         )
         with (
             stage_folder.publish(job.output, stage="export", inputs=made_from) as folder,
@@ -109,13 +111,13 @@ def run(job: ExportJob, progress: Progress) -> Path:
 
 def _elements(artifact: Artifact) -> dict[str, int]:
     """The number of elements of each parameter, by its source name."""
-    found = {}
+    counts = {}
     for name in artifact.names:
         linear = artifact.linears.get(name.removesuffix(".weight"))
-        found[name] = torch.Size(
+        counts[name] = torch.Size(
             linear.shape if linear else artifact.checkpoint.infos[name].shape
         ).numel()
-    return found
+    return counts
 
 
 def _refuse(artifact: Artifact) -> None:
@@ -168,7 +170,7 @@ def _plain_model(artifact: Artifact) -> tuple[Any, dict[str, str]]:
     return model, names
 
 
-class _Step(nn.Module):
+class _StatefulModel(nn.Module):
     """A causal LM as a function of tensors alone.
 
     Its inputs are ids, mask, positions, and each layer's keys and values before these.
@@ -199,9 +201,13 @@ class _Step(nn.Module):
         )
         mask = torch.where(seen, torch.tensor(0.0), torch.tensor(torch.finfo(torch.float16).min))
         cache = _cache(past)
-        words = {"position_ids": position_ids} if self._positions else {}
+        positions = {"position_ids": position_ids} if self._positions else {}
         output = self.model(
-            input_ids=input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, **words
+            input_ids=input_ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **positions,
         )
         return (
             output.logits,
@@ -262,7 +268,7 @@ def _write_model(
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.loss_type = "ForCausalLM"
-    step = _Step(model, positions="position_ids" in signature(model.forward).parameters)
+    step = _StatefulModel(model, positions="position_ids" in signature(model.forward).parameters)
     try:
         with torch.no_grad():
             graph = openvino_ir.traced(step, example, outputs=["logits", *outputs])
@@ -281,16 +287,18 @@ def _write_model(
         )
         raise UnsupportedError(cause, _ELSEWHERE) from error
     openvino_ir.make_stateful_(graph, dict(zip(inputs, outputs, strict=True)))
-    found = openvino_ir.constants(graph)
+    constants = openvino_ir.constants(graph)
     for name in progress.steps(
         list(artifact.linears), stage=f"export {openvino_ir.NAME}", unit="linear"
     ):
         key = _constant_name(names, name)
-        if key not in found:
+        if key not in constants:
             raise UnsupportedError(
                 f"{name}: its weight is no constant of the traced graph", _ELSEWHERE
             )
-        openvino_ir.put_weight_(found[key], name, artifact.decode(name).weight, scale_dtype=dtype)
+        openvino_ir.put_weight_(
+            constants[key], name, artifact.decode(name).weight, scale_dtype=dtype
+        )
     openvino_ir.narrow_(graph)
     if "digest" in artifact.manifest:
         graph.set_rt_info(artifact.manifest["digest"], ["quantflow", "artifact"])
@@ -318,7 +326,7 @@ def _write_tokenizer(folder: Path) -> None:
     ):
         return
     try:
-        made = convert_tokenizer(load_tokenizer(folder), with_detokenizer=True)
+        graphs = convert_tokenizer(load_tokenizer(folder), with_detokenizer=True)
     except (
         RuntimeError,
         ValueError,
@@ -333,7 +341,7 @@ def _write_tokenizer(folder: Path) -> None:
             f"{first_line(error)}"
         )
         raise UnsupportedError(cause, _ELSEWHERE) from error
-    for graph, name in zip(made, (openvino_ir.TOKENIZER, openvino_ir.DETOKENIZER), strict=True):
+    for graph, name in zip(graphs, (openvino_ir.TOKENIZER, openvino_ir.DETOKENIZER), strict=True):
         ov.save_model(graph, str(folder / name), compress_to_fp16=False)
 
 
@@ -345,12 +353,12 @@ def _prove(folder: Path, artifact: Artifact, expected: Tensor) -> None:
         UnsupportedError: OpenVINO computes something else than transformers.
     """
     graph = openvino_ir.read(folder)
-    found, names = (
+    stored_weights, names = (
         openvino_ir.weights(graph),
         NameMap(skeleton(artifact.config)).bind(artifact.names).to_module,
     )
     for name in artifact.linears:
-        weight = found.get(_constant_name(names, name))
+        weight = stored_weights.get(_constant_name(names, name))
         if weight is None or not torch.equal(
             weight.dequantize(), artifact.decode(name).weight.dequantize()
         ):

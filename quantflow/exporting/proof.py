@@ -69,9 +69,9 @@ class Prover:
             InputError: the process ended in another way.
         """
         places = [str(path.resolve()) for path in (artifact, quantized, source)]
-        found, told = self._process.communicate(json.dumps([*places, workers, measures]))
-        _judge(self._process.returncode, told, artifact)
-        notes: dict[str, Any] = json.loads(found.strip().splitlines()[-1])
+        output, messages = self._process.communicate(json.dumps([*places, workers, measures]))
+        _judge(self._process.returncode, messages, artifact)
+        notes: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
         return notes
 
 
@@ -97,11 +97,11 @@ def proving() -> Iterator[Prover]:
             process.communicate()
 
 
-def _judge(code: int, told: str, artifact: Path) -> None:
+def _judge(code: int, messages: str, artifact: Path) -> None:
     """Raise the error that the process met."""
     if code == 0:
         return
-    lines = told.strip().splitlines() or ["no message"]
+    lines = messages.strip().splitlines() or ["no message"]
     try:
         message = json.loads(lines[-1])
         cause, remedy = message["cause"], message["remedy"]

@@ -43,7 +43,7 @@ from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.open import config_of, graph_for
 from quantflow.models.reading import read_into, read_tensor
 from quantflow.quantizing.head_file import record_of
-from quantflow.quantizing.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
+from quantflow.quantizing.weight_rows import StoredTensors, ValuesDigest, decoded_rows, row_step
 
 FORMAT = FORMATS[DEFAULT]
 COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
@@ -80,15 +80,15 @@ def prove(
             canary.prove_canary(artifact, quantized),
             rounded_inputs.on_canary(artifact, source, quantized),
         )
-        found = {"lean_decoder": reason, "rounded_inputs": cost}
+        notes = {"lean_decoder": reason, "rounded_inputs": cost}
     else:
         _prove_tensors(opened, quantized, workers=workers)
-        found = {}
+        notes = {}
         if measures:
             from quantflow.exporting import rounded_inputs  # here: as above
 
-            found = {"rounded_inputs": rounded_inputs.on_seeded_tokens(artifact, source)}
-    return {key: value for key, value in found.items() if value is not None}
+            notes = {"rounded_inputs": rounded_inputs.on_seeded_tokens(artifact, source)}
+    return {key: value for key, value in notes.items() if value is not None}
 
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
@@ -115,10 +115,10 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
     def digest(name: str) -> str:
         return _values(artifact, name, schemes[name])
 
-    for name, found in zip(expected, workers.stream(digest, expected), strict=True):
-        if found != expected[name]:
+    for name, actual in zip(expected, workers.stream(digest, expected), strict=True):
+        if actual != expected[name]:
             raise IntegrityError(
-                f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose "
+                f"{name}: the exported artifact decodes to values {actual[:16]}, quantize chose "
                 f"{expected[name][:16]}",
                 _REPORT,
             )
@@ -132,8 +132,8 @@ def _heads(artifact: Checkpoint) -> list[str]:
 
 def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
     """The digest of a quantized linear's values, decoded some rows at a time."""
-    found = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
-    tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in found.items()}
+    places = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
+    tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in places.items()}
     rows, columns = _shape(name, tensors)
     digest, step = ValuesDigest(), row_step(columns, scheme)
     for first in range(0, rows, step):
@@ -144,7 +144,7 @@ def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
     return digest.hexdigest()
 
 
-def _shape(name: str, tensors: Stored) -> Sequence[int]:
+def _shape(name: str, tensors: StoredTensors) -> Sequence[int]:
     if f"{name}.weight_shape" in tensors:
         shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
         return shape
@@ -212,7 +212,7 @@ def main(order: str) -> int:
     artifact, quantized, source = map(Path, places)
     try:
         with Workers(workers) as pool, torch.no_grad():
-            told = prove(artifact, quantized, source, workers=pool, measures=measures)
+            notes = prove(artifact, quantized, source, workers=pool, measures=measures)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
     except (OSError, MemoryError, RuntimeError) as error:
@@ -223,7 +223,7 @@ def main(order: str) -> int:
             "free some memory, check the disk, and export again",
             5,
         )
-    print(json.dumps(told))
+    print(json.dumps(notes))
     return 0
 
 

@@ -9,13 +9,13 @@ from quantflow.models.identity import identify
 from quantflow.runtime.artifact import Artifact, is_artifact, is_model
 
 
-def require_quantized(source: Path, output: Path, *, made: str) -> None:
+def require_quantized(source: Path, output: Path, *, product: str) -> None:
     """Refuse a folder that is not quantized, or that would be written over.
 
     Args:
         source: folder that is read.
         output: folder that will be written.
-        made: format of the result, `format gptq`.
+        product: format of the result, `format gptq`.
 
     Raises:
         UsageError: `source` is a model, or has an artifact's config.json without the manifest;
@@ -27,7 +27,7 @@ def require_quantized(source: Path, output: Path, *, made: str) -> None:
         )
     if (is_artifact(source) and not (source / MANIFEST_NAME).is_file()) or is_model(source):
         cause = (
-            f"{source}: {made} is made from an artifact, or from a folder that another program "
+            f"{source}: {product} is made from an artifact, or from a folder that another program "
             "quantized"
         )
         raise UsageError(cause, "export it as an artifact first")

@@ -83,10 +83,14 @@ def cost_of_rounding(
         _logits(open_source(source), tokens),
     )
     pairs = {"kld": (logits, rounded), "kld_of_artifact": (original, logits)}
-    found = {
+    divergences = {
         name: float(token_kld(left[0], right[0]).mean()) for name, (left, right) in pairs.items()
     }
-    return {**found, "tokens": len(tokens)} if all(map(math.isfinite, found.values())) else None
+    return (
+        {**divergences, "tokens": len(tokens)}
+        if all(map(math.isfinite, divergences.values()))
+        else None
+    )
 
 
 def _open(folder: Path, inputs: Inputs) -> Artifact:

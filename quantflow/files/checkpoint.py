@@ -118,9 +118,9 @@ class Checkpoint:
                 raise InputError(
                     f"{name}: {shapes}", "check that config.json belongs to these weights"
                 )
-            found = [part.of(info) for part in own.parts]
-            tensors |= {part.name: (file, part) for part in found}
-            whole[name] = (file, info, tuple(part.name for part in found))
+            parts = [part.of(info) for part in own.parts]
+            tensors |= {part.name: (file, part) for part in parts}
+            whole[name] = (file, info, tuple(part.name for part in parts))
         return replace(self, tensors=tensors, whole=whole)
 
     @property
@@ -249,11 +249,11 @@ def is_of_text(checkpoint: Checkpoint) -> bool:
 
 def _without(config: Mapping[str, Any], table: Any) -> dict[str, Any]:
     """The config.json with its quantization config in the usual place, and nowhere else."""
-    found = {key: value for key, value in config.items() if key != _OLDER} | {QUANTIZATION: table}
+    cleaned = {key: value for key, value in config.items() if key != _OLDER} | {QUANTIZATION: table}
     nested = config.get(_NESTED)
     if isinstance(nested, dict):
-        found[_NESTED] = {key: value for key, value in nested.items() if key != QUANTIZATION}
-    return found
+        cleaned[_NESTED] = {key: value for key, value in nested.items() if key != QUANTIZATION}
+    return cleaned
 
 
 def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str | None:
@@ -268,16 +268,16 @@ def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str 
     """
     names = [path.name for path in folder.iterdir()] if files is None else files
     _, ending, part = LOW_PRECISION
-    found = [name for name in names if name.endswith(ending) and "/" not in name]
-    if {SINGLE, INDEX} & set(names) or len(found) != 1:
+    candidates = [name for name in names if name.endswith(ending) and "/" not in name]
+    if {SINGLE, INDEX} & set(names) or len(candidates) != 1:
         return None
     try:
-        infos = read_torch_header(folder / found[0])
+        infos = read_torch_header(folder / candidates[0])
     except InputError:
-        if found[0].startswith(LOW_PRECISION_NAME):
+        if candidates[0].startswith(LOW_PRECISION_NAME):
             raise
         return None
-    return found[0] if any(name.endswith(part) for name in infos) else None
+    return candidates[0] if any(name.endswith(part) for name in infos) else None
 
 
 def _check_numbers(
@@ -316,9 +316,13 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
         InputError: the folder has a quantization config (the message names its place and
             quant_method), or ModelOpt's file.
     """
-    found = checkpoint.config.get(QUANTIZATION)
-    if found is not None:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+    quantization = checkpoint.config.get(QUANTIZATION)
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method", "unknown")
+            if isinstance(quantization, dict)
+            else "unknown"
+        )
         raise InputError(
             f"{checkpoint.folder}/{checkpoint.quantized_by} says the model is quantized already, "
             f"with {method}",

@@ -55,9 +55,9 @@ class Digests:
         key = os.path.realpath(path)
         before = _identity(path)
         with self._lock:
-            known = self._known.get(key)
-        if known is not None and all(known[name] == value for name, value in before.items()):
-            return str(known["sha256"])
+            cached = self._known.get(key)
+        if cached is not None and all(cached[name] == value for name, value in before.items()):
+            return str(cached["sha256"])
         began = time.time_ns()
         digest = file_digest(path)
         settled = max(before["mtime_ns"], before["ctime_ns"]) + _SETTLED_NS < began
@@ -103,16 +103,16 @@ class Digests:
 
 def _identity(path: Path) -> dict[str, int]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise InputError(
             f"{path}: {error.strerror}", "check that the file exists and can be read"
         ) from error
     return {
-        "bytes": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
+        "bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
     }
 
 

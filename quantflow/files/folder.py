@@ -105,13 +105,13 @@ def list_files(folder: Path, *, follow_links: bool) -> Listing:
         prefix = pending.pop()
         try:
             with os.scandir(folder / prefix) as entries:
-                found = list(entries)
+                listing = list(entries)
         except OSError as error:
             if error.errno in LIMITS:
                 raise
             cause = f"{folder / prefix}: {error.strerror}"
             raise InputError(cause, "give a folder that exists and can be read") from error
-        for entry in found:
+        for entry in listing:
             name = prefix + entry.name
             if not _is_utf8(name):
                 others.append(name.encode("utf-8", "backslashreplace").decode())

@@ -126,18 +126,18 @@ def _graph(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", "download the folder again") from error
     kinds: dict[str, dict[str, int]] = {}
-    made = None
+    source = None
     for line, below in pairwise([*lines, ""]):
         if line == "<quantflow>" and below.startswith("<artifact "):
-            made = dict(_WORD.findall(below)).get("value")
+            source = dict(_WORD.findall(below)).get("value")
         if not (line.startswith("<layer ") and ' type="Const"' in line):
             continue
-        told = dict(_WORD.findall(below))
-        begin, length = (told.get(key, "") for key in ("offset", "size"))
+        attributes = dict(_WORD.findall(below))
+        begin, length = (attributes.get(key, "") for key in ("offset", "size"))
         if not (
             re.fullmatch("[0-9]{1,18}", begin)
             and re.fullmatch("[0-9]{1,18}", length)
-            and "element_type" in told
+            and "element_type" in attributes
         ):
             raise InputError(
                 f"{path}: a constant without element_type, offset and size",
@@ -146,14 +146,14 @@ def _graph(folder: Path) -> dict[str, Any]:
         if int(begin) + int(length) > size:
             cause = f"{weights}: {size} bytes, a constant ends at {int(begin) + int(length)}"
             raise InputError(cause, "the file is truncated; download the folder again")
-        row = kinds.setdefault(told["element_type"], {"constants": 0, "bytes": 0})
+        row = kinds.setdefault(attributes["element_type"], {"constants": 0, "bytes": 0})
         row["constants"] += 1
         row["bytes"] += int(length)
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return {
         "kind": "openvino_ir",
         "model_type": config.get("model_type") if isinstance(config, Mapping) else None,
-        "artifact": made,
+        "artifact": source,
         "constants": dict(sorted(kinds.items())),
         "bytes": size,
         "files": sorted(each.name for each in folder.iterdir() if each.is_file()),
@@ -208,10 +208,10 @@ def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     rows = {}
     for row in [layer["experts"] for layer in layers if "experts" in layer]:
         tokens = row["tokens"]
-        known = {"least": min(tokens), "median": median(tokens)} if tokens else {}
+        counts = {"least": min(tokens), "median": median(tokens)} if tokens else {}
         rows[row["experts"]] = {
             "fed": row["fed"],
-            **known,
+            **counts,
             "short": len({name.rpartition(".")[0] for name in row["short"]}),
         }
     return {"experts": rows} if rows else {}
@@ -228,10 +228,11 @@ def output_errors(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         many linears are). Empty where the layers have none.
     """
     rows = [
-        (name, told["output_error"], told["output_error_rtn"], told["same_as_rtn"])
+        (name, decisions["output_error"], decisions["output_error_rtn"], decisions["same_as_rtn"])
         for layer in layers
-        for name, told in layer.get("decisions", {}).items()
-        if told.get("output_error") is not None and told.get("output_error_rtn") is not None
+        for name, decisions in layer.get("decisions", {}).items()
+        if decisions.get("output_error") is not None
+        and decisions.get("output_error_rtn") is not None
     ]
     if not rows:
         return {}

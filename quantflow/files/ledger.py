@@ -170,8 +170,10 @@ class Ledger:
             IntegrityError: a tensor contradicts the ledger; the message names it.
         """
         claimed = {name: entry for entry in self.tensors for name in entry.becomes}
-        known = claimed | dict.fromkeys(self.measured)
-        _refuse_unequal("artifact tensor", left=known, right=tensors, where=("ledger", "artifact"))
+        expected = claimed | dict.fromkeys(self.measured)
+        _refuse_unequal(
+            "artifact tensor", left=expected, right=tensors, where=("ledger", "artifact")
+        )
         for name, entry in claimed.items():
             info = tensors[name]
             itself = name == entry.name or entry.name not in entry.becomes

@@ -207,10 +207,10 @@ def build_manifest(
             f"{folder / listing.others[0]}: not a regular file",
             "put the file itself into the artifact",
         )
-    known = hashes or {}
+    known_hashes = hashes or {}
     files = {
         name: {
-            "sha256": known.get(name) or file_digest(folder / name),
+            "sha256": known_hashes.get(name) or file_digest(folder / name),
             "bytes": (folder / name).stat().st_size,
         }
         for name in listing.files

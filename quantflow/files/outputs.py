@@ -47,8 +47,8 @@ def output_folder(
             raise UsageError(
                 f"{flag} {output}: lies in {what}, {folder}, which is only read", "write beside it"
             )
-    given = Path(output)
-    return real if given.is_symlink() or given.name in ("", "..") else given
+    asked = Path(output)
+    return real if asked.is_symlink() or asked.name in ("", "..") else asked
 
 
 def beside(folder: str | Path, suffix: str) -> Path:

@@ -24,7 +24,7 @@ METADATA_PT = {"format": "pt"}  # stock transformers refuses a file without it
 
 
 @dataclass(frozen=True, kw_only=True)
-class SafetensorsLayout:
+class SafetensorsPlan:
     """The place of everything in a file.
 
     Attributes:
@@ -45,7 +45,7 @@ def layout(
     metadata: Mapping[str, str] | None = None,
     keep_order: bool = False,
     align: int = 8,
-) -> SafetensorsLayout:
+) -> SafetensorsPlan:
     """The places of a file's tensors.
 
     Args:
@@ -58,8 +58,8 @@ def layout(
         InputError: a dtype is unknown, or the format cannot hold a shape; the message names the
             tensor.
     """
-    told = METADATA_PT if metadata is None else metadata
-    table: dict[str, object] = {METADATA: dict(told)} if told else {}
+    entries = METADATA_PT if metadata is None else metadata
+    table: dict[str, object] = {METADATA: dict(entries)} if entries else {}
     position = 0
     spans = {}
     for name in (
@@ -94,7 +94,7 @@ def layout(
         )
         for name, (offset, size) in spans.items()
     }
-    return SafetensorsLayout(
+    return SafetensorsPlan(
         header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position
     )
 

@@ -44,9 +44,9 @@ def check(value: Any, shape: Any, *, where: str, remedy: str = AGAIN) -> None:
         InputError: a value has another shape; the message names the first such key and what it
             needs.
     """
-    found = _wrong(value, shape)
-    if found is not None:
-        path, wrong, needed = found
+    mismatch = _wrong(value, shape)
+    if mismatch is not None:
+        path, wrong, needed = mismatch
         shown = repr(wrong)
         place = f"{where}: {path.removeprefix('.')}" if path else where
         cause = f"{place}: {shown if len(shown) <= 60 else shown[:57] + '...'}, {needed} is needed"
@@ -58,9 +58,9 @@ def _wrong(value: Any, shape: Any) -> tuple[str, Any, str] | None:
     kind = typing.get_origin(shape)
     if kind is typing.Annotated:
         inner, *limits = typing.get_args(shape)
-        found = _wrong(value, inner)
-        if found is not None or value is None:
-            return found
+        mismatch = _wrong(value, inner)
+        if mismatch is not None or value is None:
+            return mismatch
         (limit,) = limits
         return (
             None
@@ -73,7 +73,8 @@ def _wrong(value: Any, shape: Any) -> tuple[str, Any, str] | None:
         if None in tries:
             return None
         deepest = max(
-            (found for found in tries if found is not None), key=lambda found: len(found[0])
+            (mismatch for mismatch in tries if mismatch is not None),
+            key=lambda mismatch: len(mismatch[0]),
         )
         return deepest if deepest[0] else ("", value, " or ".join(map(_word, options)))
     if kind is typing.Literal:
@@ -109,9 +110,9 @@ def _wrong_table(value: Any, shape: Any) -> tuple[str, Any, str] | None:
 
 def _first(items: Any) -> tuple[str, Any, str] | None:
     for path, item, shape in items:
-        found = _wrong(item, shape)
-        if found is not None:
-            return f"{path}{found[0]}", found[1], found[2]
+        mismatch = _wrong(item, shape)
+        if mismatch is not None:
+            return f"{path}{mismatch[0]}", mismatch[1], mismatch[2]
     return None
 
 
@@ -149,7 +150,7 @@ def _word(shape: Any) -> str:
         return "a list"
     if kind is dict or typing.is_typeddict(shape):
         return "a table"
-    words = {
+    names = {
         int: "a whole number",
         float: "a number",
         str: "a text",
@@ -157,4 +158,4 @@ def _word(shape: Any) -> str:
         None: "null",
         type(None): "null",
     }
-    return words.get(shape, str(shape))
+    return names.get(shape, str(shape))

@@ -76,7 +76,7 @@ class Trusted:
         Raises:
             UsageError: there is none, or several; the message names them.
         """
-        given = [
+        flags = [
             name
             for name, value in (
                 ("key", self.key),
@@ -85,10 +85,10 @@ class Trusted:
             )
             if value
         ]
-        if len(given) != 1 or bool(self.identity) != bool(self.issuer):
-            told = " and ".join(given) or "nothing"
+        if len(flags) != 1 or bool(self.identity) != bool(self.issuer):
+            listed = " and ".join(flags) or "nothing"
             raise UsageError(
-                f"signature: {told} to compare with",
+                f"signature: {listed} to compare with",
                 "give a key, or certificates, or an identity with its issuer",
             )
 
@@ -104,7 +104,7 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
     manifest = read_manifest(folder)
     verify(folder, manifest=manifest)
     library = _library()
-    made = library.signing.Config().set_hashing_config(_hashing(library, folder))
+    config = library.signing.Config().set_hashing_config(_hashing(library, folder))
     for path in (signer.key, signer.certificate, *signer.chain):
         if path is not None and not path.is_file():
             raise InputError(f"{path}: no such file", "give a PEM file")
@@ -119,17 +119,17 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
         "give an elliptic-curve key that fits its certificate, PEM",
     ):
         if signer.certificate is not None:
-            made.use_certificate_signer(
+            config.use_certificate_signer(
                 private_key=signer.key,
                 signing_certificate=signer.certificate,
                 certificate_chain=signer.chain,
             )
         elif signer.key is not None:
-            made.use_elliptic_key_signer(private_key=signer.key, password=signer.password)
+            config.use_elliptic_key_signer(private_key=signer.key, password=signer.password)
         else:
-            made.use_sigstore_signer(use_ambient_credentials=True)
+            config.use_sigstore_signer(use_ambient_credentials=True)
         disk.remove(temporary)
-        made.sign(folder, temporary)
+        config.sign(folder, temporary)
     disk.sync(temporary)
     disk.write_atomic(places[STATEMENT_SUFFIX], readable_json(statement(manifest)))
     disk.write_atomic(places[BOM_SUFFIX], readable_json(bill_of_materials(manifest)))
@@ -220,11 +220,13 @@ def _require_today(bundle: Any, path: Path) -> None:
 
     try:
         chain = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"]
-        found = [x509.load_der_x509_certificate(base64.b64decode(one["rawBytes"])) for one in chain]
+        certificates = [
+            x509.load_der_x509_certificate(base64.b64decode(one["rawBytes"])) for one in chain
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{path}: holds no certificate", _AGAIN) from error
     now = datetime.now(UTC)
-    for one in found:
+    for one in certificates:
         if now > one.not_valid_after_utc:
             raise IntegrityError(
                 f"{path}: its certificate expired on {one.not_valid_after_utc:%Y-%m-%d}", _AGAIN

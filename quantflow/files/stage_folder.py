@@ -145,13 +145,13 @@ def finish(
         hashes: sha256 of files that this process wrote and hashed already, by their name in the
             folder.
     """
-    known = hashes or {}
+    known_hashes = hashes or {}
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and path.name != DONE and not path.name.startswith("."):
             files[name] = {
-                "sha256": known.get(name) or file_digest(path),
+                "sha256": known_hashes.get(name) or file_digest(path),
                 "bytes": path.stat().st_size,
             }
     record = {"stage": stage, "inputs": inputs, "files": files}
@@ -182,9 +182,9 @@ def refuse_other_result(
                     "choose another -o, or an empty folder",
                 )
         return
-    found = None if force else difference(record["inputs"], json.loads(json.dumps(inputs)))
-    if found is not None:
-        key, old, new = found
+    changed = None if force else difference(record["inputs"], json.loads(json.dumps(inputs)))
+    if changed is not None:
+        key, old, new = changed
         raise UsageError(
             f"{folder}: holds a finished result with {key} = {short(old)}, now {short(new)}",
             "choose another -o, or pass --force to replace it",
@@ -253,9 +253,9 @@ def difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | Non
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else (path, old, new)
     for key in sorted({*old, *new}):
-        found = difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        if found is not None:
-            return found
+        inner = difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        if inner is not None:
+            return inner
     return None
 
 

@@ -199,7 +199,7 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
                     with archive.open(order) as member:
                         _require_little(member.read(_ORDER_BYTES), path=path)
                 table = _loads(data, path=path)
-            found = {}
+            infos = {}
             for name, value in table.items():
                 if not isinstance(name, str) or not isinstance(value, _View):
                     raise InputError(
@@ -207,7 +207,7 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
                         "expected",
                         _REMEDY,
                     )
-                found[name] = _info(
+                infos[name] = _info(
                     name,
                     value,
                     members.get(f"{root}data/{value.storage.key}"),
@@ -218,7 +218,7 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
             raise InputError(
                 f"{path}: not a whole file of torch.save ({error})", _REMEDY
             ) from error
-    return found
+    return infos
 
 
 def _require_little(order: bytes, *, path: Path) -> None:

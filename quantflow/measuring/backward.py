@@ -68,7 +68,7 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
         hidden: the output of the last layer, [1, S, H].
         generator: draws a label for every position, in host memory.
     """
-    found = torch.empty_like(hidden)
+    gradient = torch.empty_like(hidden)
     for part in stream.parts(hidden.shape[1]):
         with torch.enable_grad():
             leaf = hidden[:, part].detach().requires_grad_()
@@ -82,8 +82,8 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
                 torch.multinomial(stream.device.fetch(rows), 1, generator=generator)
             )
             rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
-        (found[:, part],) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
-    return found
+        (gradient[:, part],) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
+    return gradient
 
 
 @contextmanager
@@ -111,8 +111,8 @@ def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[T
         with torch.enable_grad():
             leaf = state.hidden.detach().requires_grad_()
             output = stream.forward(module, state, leaf)
-        (found,) = torch.autograd.grad(output, leaf, gradient)
-        return found
+        (entering,) = torch.autograd.grad(output, leaf, gradient)
+        return entering
 
     with watch(module, {layer.relative(name): partial(remember, name) for name in layer.linears}):
         yield through

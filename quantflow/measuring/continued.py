@@ -60,10 +60,10 @@ def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     disk.make_folder(job.output.parent)
     disk.write_atomic(job.output, save({"tokens": tokens, "lengths": lengths}))
-    given = sum(map(len, rows))
+    prompt_tokens = sum(map(len, rows))
     return {
         "file": str(job.output),
         "sequences": len(sequences),
-        "prompt_tokens": given,
-        "new_tokens": len(tokens) - given,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(tokens) - prompt_tokens,
     }

@@ -85,8 +85,8 @@ class Backward:
             left = len(self.graph.layers)
             self._from_head(gradients)
         rest = self.graph.layers[:left][::-1]
-        told: Any = {"samples": len(self.calls), "before": len(self.graph.layers) - left}
-        for layer in self.progress.steps(rest, stage="measure backwards", unit="layer", **told):
+        fields: Any = {"samples": len(self.calls), "before": len(self.graph.layers) - left}
+        for layer in self.progress.steps(rest, stage="measure backwards", unit="layer", **fields):
             give_back_holes()
             states = self._states(layer.index)
             rounded = self.products != torch.float32
@@ -94,10 +94,10 @@ class Backward:
                 self.stream.layer(layer.index, as_stored=rounded) as module,
                 self._rounded(module, layer),
             ):
-                found = self._layer(module, layer, states, gradients)
+                statistics = self._layer(module, layer, states, gradients)
             layer_store.write_layer(
                 layer_store.layer_path(self.folder, layer.index),
-                found,
+                statistics,
                 {"key": self._layer_key(layer.index)},
             )
             gradients.commit(layer.index, key=self.key)
@@ -165,10 +165,10 @@ class Backward:
             numbers = self.progress.steps(
                 range(len(states)), stage="measure backwards", unit="sequence"
             )
-            found = self.workers.stream(
+            gradients_of_head = self.workers.stream(
                 partial(self._sampled, states), numbers, ahead=self.allowance.in_flight
             )
-            for number, gradient in enumerate(found):
+            for number, gradient in enumerate(gradients_of_head):
                 gradients.put(number, gradient)
                 give_back_holes()
         gradients.commit(count, key=self.key)
@@ -201,8 +201,14 @@ class Backward:
                 _merge(total, observers)
                 gradients.put(number, gradient)
                 give_back_holes()  # what a sequence leaves is in many pieces of many sizes
-        found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
-        named = {f"{site}|{name}": value for site, state in found for name, value in state.items()}
+        states_of_sites = [
+            (site, observer.state()) for site in sorted(total) for observer in total[site]
+        ]
+        named = {
+            f"{site}|{name}": value
+            for site, state in states_of_sites
+            for name, value in state.items()
+        }
         return fetched(named, self.stream.device)
 
     def _layer_key(self, index: int) -> str:

@@ -309,8 +309,8 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         dtype = RUNNING[job.compute.dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
-        if (told := _short(job.calibration, sequences)) is not None:
-            progress.say(f"measure: {told}")
+        if (note := _short(job.calibration, sequences)) is not None:
+            progress.say(f"measure: {note}")
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
@@ -429,9 +429,9 @@ def calibration_sequences(
 def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
     """A sentence where the text has less than half of the wanted tokens; else None."""
     length = calibration.sequence_length or max(map(len, sequences))
-    found = sum(map(len, sequences))
+    available = sum(map(len, sequences))
     asked = calibration.samples * length
-    if 2 * found >= asked:
+    if 2 * available >= asked:
         return None
     shortest = min(map(len, sequences))
     remedy = (
@@ -442,7 +442,7 @@ def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
     counts = (
         f"{len(sequences)} of {calibration.samples} sequences, the shortest of {shortest} tokens"
     )
-    return f"the text has {found:,} of the {asked:,} tokens asked for ({counts}); {remedy}"
+    return f"the text has {available:,} of the {asked:,} tokens asked for ({counts}); {remedy}"
 
 
 def _meta(

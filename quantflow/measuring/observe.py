@@ -110,8 +110,10 @@ class Observation:
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.replica.wait)
         rest = self.graph.layers[start:]
-        told: Any = {"samples": len(sequences), "nbytes": self._bytes}
-        for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
+        fields: Any = {"samples": len(sequences), "nbytes": self._bytes}
+        for layer in self.progress.steps(
+            rest, stage="measure", unit="layer", before=start, **fields
+        ):
             path = layer_store.layer_path(self.folder, layer.index)
             layer_key = digest_of([self.key, layer.index])
             last = layer is self.graph.layers[-1]
@@ -123,8 +125,8 @@ class Observation:
                 continue
             give_back_holes()
             with stream.layer(layer.index) as module:
-                found = self._measure_layer(stream, module, layer, states)
-            layer_store.write_layer(path, found, {"key": layer_key})
+                measured = self._measure_layer(stream, module, layer, states)
+            layer_store.write_layer(path, measured, {"key": layer_key})
             if not last or backwards:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.replica.wait)
         hidden.close()
@@ -291,12 +293,14 @@ def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:
 
     The observers are emptied.
     """
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     for site in list(observers):
         for observer in observers.pop(site):
-            found |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
+            statistics |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
     others = {f"{group.linears[0]}|input": group.linears[1:] for group in layer.groups}
-    for key in list(found):
+    for key in list(statistics):
         site, _, statistic = key.rpartition("|")
-        found |= {f"{name}|input|{statistic}": found[key] for name in others.get(site, ())}
-    return found
+        statistics |= {
+            f"{name}|input|{statistic}": statistics[key] for name in others.get(site, ())
+        }
+    return statistics

@@ -39,7 +39,7 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     Raises:
         StatisticsError: the number of an expert is beyond any mixture.
     """
-    found: dict[str, dict[int, int]] = {}
+    by_experts: dict[str, dict[int, int]] = {}
     for key in statistics:
         name, _, rest = key.partition("|")
         match = _LINEAR.fullmatch(name) if rest == f"{SITE}|{STATISTIC}" else None
@@ -49,10 +49,10 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
                 raise StatisticsError(
                     f"{name}: an expert of a number beyond {_MOST}", "measure again"
                 )
-            found.setdefault(match["experts"], {})[number] = int(statistics[key])
+            by_experts.setdefault(match["experts"], {})[number] = int(statistics[key])
     return {
         experts: summary(counts.get(number) for number in range(max(counts) + 1))
-        for experts, counts in sorted(found.items())
+        for experts, counts in sorted(by_experts.items())
     }
 
 

@@ -308,9 +308,9 @@ def _checked(tokens: list[int], where: str, tokenizer: PreTrainedTokenizerBase |
         None,
     )
     if bad is not None:
-        known = "at least 0" if tokenizer is None else f"0..{len(tokenizer) - 1}"
+        allowed = "at least 0" if tokenizer is None else f"0..{len(tokenizer) - 1}"
         raise InputError(
-            f"{where}: token id {bad}, the tokenizer has {known}",
+            f"{where}: token id {bad}, the tokenizer has {allowed}",
             "tokenize with this model's tokenizer",
         )
     return tokens

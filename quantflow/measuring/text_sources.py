@@ -55,14 +55,14 @@ def text_path(source: str, progress: Progress) -> Path:
         return path
     if source in shipped:
         return shipped[source]
-    found = _NAME.fullmatch(source)
-    if found is None:
-        known = (
+    match = _NAME.fullmatch(source)
+    if match is None:
+        accepted = (
             f"a {', '.join(SUFFIXES)} file, a folder of .txt, a data set org/name, or one of "
             f"{', '.join(shipped)}"
         )
-        raise InputError(f"{source}: no such text", f"give {known}")
-    return _from_hub(source, found.groupdict(), progress)
+        raise InputError(f"{source}: no such text", f"give {accepted}")
+    return _from_hub(source, match.groupdict(), progress)
 
 
 def with_calibration_text(calibration: Calibration, progress: Progress) -> Calibration:
@@ -103,11 +103,11 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
     if path.exists():
         return path
     if find_spec("datasets") is None:
-        told = (
+        cause = (
             f"{source}: no file or folder here, and the package datasets, which reads the hub's "
             "data sets, is not installed"
         )
-        raise UnsupportedError(told, "check the path, or pip install datasets")
+        raise UnsupportedError(cause, "check the path, or pip install datasets")
     progress.say(f"text: the first {ROWS} rows of {source} become {path}")
     lines = [
         json.dumps(_line(row, source), ensure_ascii=False)
@@ -125,18 +125,20 @@ def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str,
     from datasets import load_dataset
 
     try:
-        found = load_dataset(parts["name"], parts["config"], split=parts["split"], streaming=True)
+        splits = load_dataset(parts["name"], parts["config"], split=parts["split"], streaming=True)
     except Exception as error:  # the library raises what its readers and the network do
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{source}: {first[:200]}", "check the name, the configuration and the split"
         ) from error
     if parts["split"] is None:
-        split = next((split for split in SPLITS if split in found), None)
+        split = next((split for split in SPLITS if split in splits), None)
         if split is None:
-            raise InputError(f"{source}: has splits {', '.join(found)}", "name one: org/name@split")
-        found = found[split]
-    rows: Iterable[Mapping[str, Any]] = found
+            raise InputError(
+                f"{source}: has splits {', '.join(splits)}", "name one: org/name@split"
+            )
+        splits = splits[split]
+    rows: Iterable[Mapping[str, Any]] = splits
     return rows
 
 

@@ -160,18 +160,18 @@ class LayerStream:
             for name in (*layer.linears, *layer.routers, *layer.idle)
         }
         bound = self.names.to_module
-        known = {
+        expected = {
             modules[name]
             for name in self.graph.linears
             if bound.get(f"{name}.weight") == f"{modules[name]}.weight"
         }
         inside = self._layers.named_modules(prefix=self.graph.family.layers)
-        found = {name for name, module in inside if isinstance(module, nn.Linear)}
-        found -= {modules[name] for name in kept}
-        if found != known:
-            name = min(found ^ known)
+        present = {name for name, module in inside if isinstance(module, nn.Linear)}
+        present -= {modules[name] for name in kept}
+        if present != expected:
+            name = min(present ^ expected)
             raise UnsupportedError(
-                f"{name}: in {'the model' if name in found else 'the graph'} only, "
+                f"{name}: in {'the model' if name in present else 'the graph'} only, "
                 f"the {self.graph.family.model_type} family expects it in both, under one name "
                 "in file and model",
                 "use a checkpoint in the names of the family's transformers implementation",
@@ -353,8 +353,8 @@ class LayerStream:
         alone = self.device.is_host or self.dtype != torch.float32
         with widened(self.dtype), nullcontext() if alone else RepeatedHeads():
             output: Any = module(hidden, *call.args, **kwargs)
-        made: Tensor = output[0] if self.graph.family.tuple_of else output
-        return made if carried is None else carried.joined(made, output[carried.output])
+        result: Tensor = output[0] if self.graph.family.tuple_of else output
+        return result if carried is None else carried.joined(result, output[carried.output])
 
     def advance(
         self,

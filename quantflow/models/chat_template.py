@@ -114,10 +114,10 @@ def render(
         "longest": LONGEST,
         "seconds": SECONDS,
     }
-    told = (renderer or _renderer()).ask(order)
-    if "text" not in told:
-        raise NotRendered(told["why"])
-    return told["text"]
+    reply = (renderer or _renderer()).ask(order)
+    if "text" not in reply:
+        raise NotRendered(reply["why"])
+    return reply["text"]
 
 
 class Renderer:
@@ -178,8 +178,8 @@ class Renderer:
             code = self._process.wait()
             self._end()
             return {"why": f"it ended the process that renders it ({_ending(code)})"}
-        told: dict[str, str] = json.loads(said)
-        return told
+        answer: dict[str, str] = json.loads(said)
+        return answer
 
     def _end(self) -> None:
         process, self._process = self._process, None

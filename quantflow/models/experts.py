@@ -144,11 +144,11 @@ def view_(model: PreTrainedModel) -> None:
     family = UNTRACED.get(model.config.model_type)
     if stacked and family is not None and family.mixture is not None:
         gate, up, down = family.mixture.linears
-        known = dict.fromkeys(stacked, ExpertNames(gate=gate, up=up, down=down))
+        names_of = dict.fromkeys(stacked, ExpertNames(gate=gate, up=up, down=down))
     elif stacked:
-        known = names_in_files(model, stacked)
+        names_of = names_in_files(model, stacked)
     for name, module in stacked.items():
-        model.set_submodule(name, _view(module, known[name]))
+        model.set_submodule(name, _view(module, names_of[name]))
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -169,16 +169,16 @@ def names_in_files(
         stacked: full name -> module of experts.
     """
     table = HubNames(model)
-    found = {}
+    names_of = {}
     for name, module in stacked.items():
         gated: Any = module.has_gate
         up = [leaf for leaf in table.split_into(f"{name}.{'gate_up_proj' if gated else 'up_proj'}")]
         down = table.split_into(f"{name}.down_proj")
         if len(up) == 1 + bool(gated) and len(down) == 1:
-            found[name] = ExpertNames(gate=up[0] if gated else None, up=up[-1], down=down[0])
+            names_of[name] = ExpertNames(gate=up[0] if gated else None, up=up[-1], down=down[0])
         else:
-            found[name] = ExpertNames() if gated else ExpertNames(gate=None)
-    return found
+            names_of[name] = ExpertNames() if gated else ExpertNames(gate=None)
+    return names_of
 
 
 def split(
@@ -194,7 +194,7 @@ def split(
             round.
     """
     entry = "gate_up_proj" if stacked.has_gate else "up_proj"
-    found = {}
+    tensors = {}
     for tensor, leaves in ((entry, names.inputs), ("down_proj", (names.down,))):
         share = partial(_split, leaves=leaves, concatenated=stacked.is_concatenated)
         weight = torch.empty(getattr(stacked, tensor).shape, device="meta")
@@ -205,11 +205,13 @@ def split(
                 other, f"{name}.{{}}.{{}}.weight", transposed=not stacked.is_transposed
             )
             whole = replace(whole, exchanged=other_way)
-        found[f"{name}.{tensor}"] = whole
+        tensors[f"{name}.{tensor}"] = whole
         if stacked.has_bias:
             bias = torch.empty(getattr(stacked, f"{tensor}_bias").shape, device="meta")
-            found[f"{name}.{tensor}_bias"] = share(bias, f"{name}.{{}}.{{}}.bias", transposed=False)
-    return found
+            tensors[f"{name}.{tensor}_bias"] = share(
+                bias, f"{name}.{{}}.{{}}.bias", transposed=False
+            )
+    return tensors
 
 
 def _split(
@@ -222,10 +224,10 @@ def _split(
     count = len(leaves)
     parts = []
     for number, both in enumerate(whole.mT if transposed else whole):
-        found = (
+        rows_of_leaf = (
             both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
         )
-        for leaf, own in zip(leaves, found, strict=True):
+        for leaf, own in zip(leaves, rows_of_leaf, strict=True):
             place = {
                 "shape": (*own.shape,),
                 "strides": own.stride(),

@@ -28,7 +28,7 @@ class _NoLayers(list[Any]):
         """None, whatever the index."""
 
 
-class _Passing(Cache):  # type: ignore[misc]
+class _PassingCache(Cache):  # type: ignore[misc]
     """A cache that stores nothing.
 
     A layer that keeps states of another kind beside keys and values begins without them.
@@ -69,7 +69,7 @@ class _Passing(Cache):  # type: ignore[misc]
         return False
 
 
-class KVRecorder(_Passing):
+class KVRecorder(_PassingCache):
     """A cache that stores nothing and reports the K and V that an attention layer would store."""
 
     def __init__(self, callback: KVCallback) -> None:
@@ -88,7 +88,7 @@ class KVRecorder(_Passing):
         return key_states, value_states
 
 
-class KVRounder(_Passing):
+class KVRounder(_PassingCache):
     """A cache that stores nothing and returns the K and V of a cache of 8 bits; thread-safe."""
 
     def __init__(self, scales: Mapping[int, KVScales]) -> None:
@@ -143,16 +143,16 @@ class RepeatedHeads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func` as it is, but scaled dot product attention with repeated keys and values."""
-        given = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention and given.pop("enable_gqa", False):
-            given |= dict(zip(("query", "key", "value"), args, strict=False))
-            times = given["query"].shape[-3] // given["key"].shape[-3]
+        keywords = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention and keywords.pop("enable_gqa", False):
+            keywords |= dict(zip(("query", "key", "value"), args, strict=False))
+            times = keywords["query"].shape[-3] // keywords["key"].shape[-3]
             args = args[3:]  # a mask and its like, where they are positional, stay so
             whole = [
-                given.pop("query"),
-                *(given.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value")),
+                keywords.pop("query"),
+                *(keywords.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value")),
             ]
-            return func(*whole, *args, **given)
+            return func(*whole, *args, **keywords)
         return func(*args, **(kwargs or {}))
 
 

@@ -63,14 +63,14 @@ _NAMED_JOINED = "gate_up_proj"  # transformers' name of the linears that it join
 
 def joined_(model: PreTrainedModel) -> None:
     """Split the convolutions' weights and linears that a checkpoint holds in several tensors."""
-    found: list[tuple[str, nn.Module]] = [
+    modules: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Conv1d)
         or (isinstance(module, nn.Linear) and name.endswith(f".{_NAMED_JOINED}"))
     ]
-    hub = HubNames(model) if found else None  # its table takes a second
-    for name, module in found:
+    hub = HubNames(model) if modules else None  # its table takes a second
+    for name, module in modules:
         count = 1 if hub is None else hub.joined_from(f"{name}.weight")
         if count > 1 and isinstance(module, nn.Linear):
             model.set_submodule(name, JoinedLinear(module, count))

@@ -155,10 +155,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
         InputError: a record cannot be read, or is none.
     """
     paths = sorted((folder / "layers").glob("*.json"))
-    found = [read_json(path) for path in paths]
-    for path, state in zip(paths, found, strict=True):
+    states = [read_json(path) for path in paths]
+    for path, state in zip(paths, states, strict=True):
         check(state, _Record, where=str(path), remedy="quantize the model again")
-    return found
+    return states
 
 
 def record(folder: Path, index: int) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def remove_others(folder: Path, indices: Iterable[int]) -> None:
     They are of a model with more layers, or of a write that was cut off.
     """
     disk.make_folder(folder / "layers")
-    known = {layer_path(folder, index).stem for index in indices}
+    kept = {layer_path(folder, index).stem for index in indices}
     for path in sorted((folder / "layers").iterdir()):
-        if path.stem not in known:
+        if path.stem not in kept:
             disk.remove(path)

@@ -24,12 +24,12 @@ def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
         except InputError as error:
             raise UsageError(f"{where}: {error.cause}", error.remedy) from error
     try:
-        found = [name for name in names if match(name)]
+        matches = [name for name in names if match(name)]
     except InputError as error:
         raise UsageError(f"{where}: {error.cause}", error.remedy) from error
-    if not found:
+    if not matches:
         raise UsageError(
             f"{where}: {pattern!r} matches none of {len(names)} modules",
             f"{nearest(pattern, names[:7])}, ...",
         )
-    return found
+    return matches

@@ -252,9 +252,9 @@ class NameMap:
         ignored: list[str] = []
         unread: set[str] = set()
         for source in names:
-            made = self._changed_beside(source)
-            if made is not None:
-                unread |= made
+            changed = self._changed_beside(source)
+            if changed is not None:
+                unread |= changed
                 ignored.append(source)
                 continue
             module = self.module_name(source)

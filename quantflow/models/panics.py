@@ -21,8 +21,8 @@ def _kept() -> BinaryIO:
     return tempfile.TemporaryFile()
 
 
-def _spelled(found: re.Match[bytes]) -> bytes:
-    return repr(found[0].decode())[1:-1].encode()
+def _spelled(match: re.Match[bytes]) -> bytes:
+    return repr(match[0].decode())[1:-1].encode()
 
 
 def is_panic(error: BaseException) -> bool:

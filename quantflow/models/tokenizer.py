@@ -67,7 +67,7 @@ def _config(folder: Path) -> PreTrainedConfig | None:
 def _table(path: Path) -> dict[str, Any]:
     """The table in a file, empty where there is none; a caller that needs it names the problem."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

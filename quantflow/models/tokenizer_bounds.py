@@ -64,7 +64,7 @@ def _refuse_growth(data: bytes, path: Path) -> None:
         if not isinstance(table, dict):
             return
         chains = (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",))
-        found = {chain: math.prod(growth(table.get(part)) for part in chain) for chain in chains}
+        growths = {chain: math.prod(growth(table.get(part)) for part in chain) for chain in chains}
         strip = _panicking(table.get("decoder"))
     except RecursionError as error:
         raise InputError(f"{path}: nested too deep", _REMEDY) from error
@@ -76,7 +76,7 @@ def _refuse_growth(data: bytes, path: Path) -> None:
             "tokens",
             _REMEDY,
         )
-    for chain, most in found.items():
+    for chain, most in growths.items():
         if most > MAX_GROWTH:
             raise InputError(
                 f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, "
@@ -94,20 +94,20 @@ def growth(part: Any) -> float:
     """
     if not isinstance(part, dict):
         return 1.0
-    found = float(_BY_TYPE.get(str(part.get("type")), 1))
+    factor = float(_BY_TYPE.get(str(part.get("type")), 1))
     for key in _CHAINS:
         if isinstance(part.get(key), list):
-            found *= math.prod(growth(one) for one in part[key])
+            factor *= math.prod(growth(one) for one in part[key])
     if isinstance(part.get("content"), str) and "pattern" in part:
-        found *= _replaced(part["pattern"], len(part["content"]))
+        factor *= _replaced(part["pattern"], len(part["content"]))
     if isinstance(part.get("prepend"), str):
-        found *= 1 + len(part["prepend"])
+        factor *= 1 + len(part["prepend"])
     if isinstance(part.get("precompiled_charsmap"), str):
-        found *= _longest(part["precompiled_charsmap"])
+        factor *= _longest(part["precompiled_charsmap"])
     if isinstance(part.get("single"), list):
         texts = sum(isinstance(one, dict) and "Sequence" in one for one in part["single"])
-        found *= max(1, texts)
-    return found
+        factor *= max(1, texts)
+    return factor
 
 
 def _panicking(decoder: Any) -> tuple[int, int] | None:
@@ -120,9 +120,9 @@ def _panicking(decoder: Any) -> tuple[int, int] | None:
         return start, stop
     return next(
         (
-            found
+            strip
             for one in (inner if isinstance(inner, list) else ())
-            if (found := _panicking(one)) is not None
+            if (strip := _panicking(one)) is not None
         ),
         None,
     )

@@ -105,5 +105,5 @@ def gradients(
     with torch.enable_grad():
         leaf = state.hidden.detach().requires_grad_()
         output = stream.forward(module, state, leaf)
-        entering, *found = torch.autograd.grad(output, [leaf, *weights], gradient)
-    return entering, found
+        entering, *of_weights = torch.autograd.grad(output, [leaf, *weights], gradient)
+    return entering, of_weights

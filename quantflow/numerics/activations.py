@@ -63,12 +63,12 @@ def _amax(statistics: Mapping[str, Tensor]) -> Tensor:
 
 def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]:
     """Statistics whose ranges are clipped to -reach..reach."""
-    found = dict(statistics)
-    if "amax" in found:
-        found["amax"] = found["amax"].clamp_max(reach)
-    for name in found.keys() & {"min_val", "max_val"}:
-        found[name] = found[name].clamp(-reach, reach)
-    return found
+    limited = dict(statistics)
+    if "amax" in limited:
+        limited["amax"] = limited["amax"].clamp_max(reach)
+    for name in limited.keys() & {"min_val", "max_val"}:
+        limited[name] = limited[name].clamp(-reach, reach)
+    return limited
 
 
 def least_error_reach(

@@ -166,8 +166,11 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
     unit_of_minima = torch.zeros_like(steps)
     minimum_fixed = torch.ones_like(fixed)
     if kind.minima:
-        of_minima, found = blocks.minimum_steps_of(minimum, kind)
-        unit_of_minima, minima = of_minima[..., None].expand_as(found).flatten(1), found.flatten(1)
+        of_minima, integers = blocks.minimum_steps_of(minimum, kind)
+        unit_of_minima, minima = (
+            of_minima[..., None].expand_as(integers).flatten(1),
+            integers.flatten(1),
+        )
         minimum_fixed = (minima == highest) | (unit_of_minima == 0)
     best_steps, best_minima, least = steps, minima, cut.loss(scale, minimum)
     for up in (-1, 0, 1):

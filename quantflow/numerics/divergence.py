@@ -87,7 +87,7 @@ def scores(
                 f"{baseline.shape[1]}",
                 "compare an artifact with the model it was made from",
             )
-    known = token_nll(baseline, tokens)
+    baseline_nll = token_nll(baseline, tokens)
     kld: dict[str, list[Tensor]] = {name: [] for name in candidates}
     agreement: dict[str, list[Tensor]] = {name: [] for name in candidates}
     for rows in row_blocks(baseline[:-1]):
@@ -102,7 +102,7 @@ def scores(
             lengths=torch.tensor([tokens.shape[0] - 1]),
             kld=torch.cat(kld[name]),
             agreement=torch.cat(agreement[name]),
-            nll_baseline=known,
+            nll_baseline=baseline_nll,
             nll_candidate=token_nll(candidate, tokens),
         )
         for name, candidate in candidates.items()

@@ -172,7 +172,7 @@ def weight_grids(
     parts: dict[str, list[Grid]] = {name: [] for name in weights}
     for (name, _), part in zip(units, workers.map(grid, units), strict=True):
         parts[name].append(part)
-    return {name: _joined(of_rows) for name, of_rows in parts.items()}
+    return {name: _join_grids(of_rows) for name, of_rows in parts.items()}
 
 
 def _global_scale(
@@ -237,7 +237,7 @@ def shared_grid(
     )
 
 
-def _joined(parts: Sequence[Grid]) -> Grid:
+def _join_grids(parts: Sequence[Grid]) -> Grid:
     """The grid of a weight from those of its units of rows."""
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     return Grid(

@@ -74,7 +74,7 @@ def cut(sums: Tensor, part: slice) -> Tensor:
         [P, width(P)].
     """
     count = part.stop - part.start
-    found = sums.new_zeros(count, width(count))
+    own_sums = sums.new_zeros(count, width(count))
     for old in blocks(sums.shape[0]):
         for new in blocks(count):
             first = max(old.start, part.start + new.start)
@@ -82,5 +82,5 @@ def cut(sums: Tensor, part: slice) -> Tensor:
             if first < stop:
                 mine = slice(first - part.start - new.start, stop - part.start - new.start)
                 theirs = slice(first - old.start, stop - old.start)
-                block_of(found, new)[mine, mine] = block_of(sums, old)[theirs, theirs]
-    return found
+                block_of(own_sums, new)[mine, mine] = block_of(sums, old)[theirs, theirs]
+    return own_sums

@@ -118,7 +118,8 @@ def compared(
         rows = sampled_rows(weight.shape[0], most=ROWS, device=weight.device)
         exact = weight[rows].float()
         errors = [
-            made.dequantize().sub_(exact) for made in (_rows(result, rows), nearest(name, rows))
+            weight_rows.dequantize().sub_(exact)
+            for weight_rows in (_rows(result, rows), nearest(name, rows))
         ]
         # [3, R]
         power, error, error_rtn = (
@@ -136,10 +137,14 @@ def compared(
     return dict(zip(weights, workers.map(one, weights), strict=True))
 
 
-def unchanged(told: Mapping[str, Mapping[str, JSON]]) -> bool:
+def unchanged(decisions_of: Mapping[str, Mapping[str, JSON]]) -> bool:
     """Whether linears were compared and all of them equal round to nearest."""
-    found = [decisions["same_as_rtn"] for decisions in told.values() if "same_as_rtn" in decisions]
-    return bool(found) and all(found)
+    comparisons = [
+        decisions["same_as_rtn"]
+        for decisions in decisions_of.values()
+        if "same_as_rtn" in decisions
+    ]
+    return bool(comparisons) and all(comparisons)
 
 
 def _ratio(error: float, power: float) -> float | None:

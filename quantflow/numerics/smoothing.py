@@ -115,12 +115,14 @@ class Fold:
                 f"{linear}|input|{name}: the measurement does not hold it",
                 f"measure again with --stats that include {name}",
             )
-        known = tuple(
+        expected_shape = tuple(
             size
             for size, wanted in zip(value.shape, shape, strict=False)
             if wanted is not None or size == 0
         )
-        if value.ndim != len(shape) or known != tuple(size for size in shape if size is not None):
+        if value.ndim != len(shape) or expected_shape != tuple(
+            size for size in shape if size is not None
+        ):
             raise StatisticsError(
                 f"{linear}: {name} is {list(value.shape)}, the fold needs {list(shape)}",
                 "measure with this model",

@@ -92,7 +92,7 @@ class Trial:
         )
 
     def _rounded(self, factors: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for scheme in dict.fromkeys(self.fold.schemes[name] for name in self.parts):
             scaled = {
                 name: part * factors
@@ -101,11 +101,11 @@ class Trial:
             }
             dtype = self.fold.scale_dtypes[next(iter(scaled))]
             grids = weight_grids(scaled, scheme.weights, scale_dtype=dtype)
-            found |= {
+            weights |= {
                 name: weight.dequantize()
                 for name, weight in rounded(scaled, grids, scheme.weights).items()
             }
-        return {name: found[name] for name in self.parts}
+        return {name: weights[name] for name in self.parts}
 
 
 def trial(fold: Fold) -> Trial:

@@ -66,12 +66,12 @@ class GradientObserver:
             rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME
         )
         factors = x.detach().reshape(rows.shape) if x.dtype == torch.bfloat16 else rows
-        made = [(factors[:, part].T @ factors[:, part]).float() for part in parts]
-        if self._sum is None and len(made) == 1:
-            (self._sum,) = made
+        products = [(factors[:, part].T @ factors[:, part]).float() for part in parts]
+        if self._sum is None and len(products) == 1:
+            (self._sum,) = products
         else:
             self._sum = self._whole()
-            for part, product in zip(parts, made, strict=True):
+            for part, product in zip(parts, products, strict=True):
                 output_blocks.block_of(self._sum, part).add_(product)
         self._count = self._count + rows.shape[0]
 

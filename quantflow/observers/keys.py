@@ -98,13 +98,13 @@ def observer_kinds(name: str, site: str, *, statistics: Collection[str]) -> list
     Raises:
         StatisticsError: a statistic belongs to no observer, or not all of its observer's are there.
     """
-    found = [kind for kind in OBSERVERS.values() if set(kind.STATISTICS) <= set(statistics)]
-    foreign = set(statistics) - {statistic for kind in found for statistic in kind.STATISTICS}
+    kinds = [kind for kind in OBSERVERS.values() if set(kind.STATISTICS) <= set(statistics)]
+    foreign = set(statistics) - {statistic for kind in kinds for statistic in kind.STATISTICS}
     if foreign:
         raise StatisticsError(
             f"{name}|{site}: no observer has the state {sorted(foreign)}", "measure again"
         )
-    return found
+    return kinds
 
 
 def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> list[Observer]:

@@ -73,10 +73,10 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
 
 def module_names(graph: Graph) -> dict[str, str]:
     """Source name -> name of the module in memory, for linears whose two names differ."""
-    found = {graph.family.head: graph.family.head_place}
+    names = {graph.family.head: graph.family.head_place}
     if graph.family.discovered:
         for layer in graph.layers:
-            found |= {
+            names |= {
                 name: layer.module(name) for name in (*layer.linears, *layer.routers, *layer.idle)
             }
-    return {name: module for name, module in found.items() if module != name}
+    return {name: module for name, module in names.items() if module != name}

@@ -21,11 +21,11 @@ def obstacles(
     model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int
 ) -> list[tuple[str, str]]:
     """Obstacles to a cut of the model over `size` cards: (name, the numbers that do not divide)."""
-    found = []
+    listed = []
     if units_of(model.heads, cards=size, card=0) is None:
-        found.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
+        listed.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
     if units_of(model.kv_heads, cards=size, card=0, copies=True) is None:
-        found.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
+        listed.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
     for layer in graph.layers:
         for group in layer.groups:
             for name in group.linears:
@@ -36,8 +36,8 @@ def obstacles(
                     _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
                 )
                 if why is not None:
-                    found.append((name, why))
-    return found
+                    listed.append((name, why))
+    return listed
 
 
 def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:

@@ -12,9 +12,9 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.core.support import Supports
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph
-from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
+from quantflow.transforms import ROTATIONS, TRANSFORMS, HadamardTransform, Transform
 
-KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+KNOWN: Mapping[str, Transform | HadamardTransform] = {**ROTATIONS, **TRANSFORMS}
 Transforms = Sequence[tuple[str, Mapping[str, Any]]]  # name and options of each
 
 
@@ -63,11 +63,11 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
             f"{name}: {method} of a {family.model_type}", family=family.model_type
         )
     if family.discovered and supports.centred_norms is not None:
-        told = (
+        cause = (
             f"{name}: {method} of a {family.model_type}, whose norms are not known to commute "
             "with rotations"
         )
-        raise UnsupportedError(told, "leave it out; smoothquant and awq go with every family")
+        raise UnsupportedError(cause, "leave it out; smoothquant and awq go with every family")
     if family.residual is None and family.mixture is None and supports.centred_norms is not None:
         raise supports.centred_norms.error(
             f"{name}: {method} of a {family.model_type}", family=family.model_type
@@ -166,7 +166,7 @@ def mixing_inputs(
             raise supports.mixed_inputs.error(
                 f"{name}: {rotation} with {turn.MIXES_INPUTS}: true and {method}"
             )
-    found = dict(schemes)
+    changed = dict(schemes)
     for linear in (
         one
         for layer in graph.layers
@@ -177,5 +177,5 @@ def mixing_inputs(
         scheme = schemes[linear]
         block = turn.block_of(shapes[f"{linear}.weight"][1])
         if scheme is not None and block > 1:
-            found[linear] = replace(scheme, rotation=block)
-    return found
+            changed[linear] = replace(scheme, rotation=block)
+    return changed

@@ -2,7 +2,7 @@
 
 There is one function per stage. It describes the largest of the stage's processes: export's proof
 runs in a process of its own, and each rank of measure is one. What Python and its libraries take is
-not in it; `Need.peak` adds that.
+not in it; `MemoryNeed.peak` adds that.
 
 Below the stages are the parts of a model while they run. What belongs to a method comes from the
 method: algorithms and transforms say what their mathematics takes (`working_bytes`), observers what
@@ -53,16 +53,16 @@ READERS = 2
 UNIT = 1 << 20
 UNIT_FILES = 4  # bytes per weight of a unit: as stored and as written
 
-Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
+MemoryPeak = tuple[int, int]  # bytes whatever is chosen, bytes per worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """Memory and disk that a stage takes, in bytes.
 
     Attributes:
         stage: name of the stage.
-        moments: pairs of (memory beside the process itself, memory per unit that runs at once), one
+        peaks: pairs of (memory beside the process itself, memory per unit that runs at once), one
             for each step of the stage.
         result: bytes of files that stay.
         scratch: bytes of files that the stage removes at its end.
@@ -70,17 +70,17 @@ class Need:
     """
 
     stage: str
-    moments: tuple[Moment, ...]
+    peaks: tuple[MemoryPeak, ...]
     result: int = 0
     scratch: int = 0
     base: int = MODEL_BASE
 
     def peak(self, *, base: int, workers: int) -> int:
         """Memory of the process with so many workers."""
-        return base + max(fixed + workers * each for fixed, each in self.moments)
+        return base + max(fixed + workers * each for fixed, each in self.peaks)
 
 
-def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
+def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> MemoryNeed:
     """Memory and disk of measure: a layer in float32, a sequence's forward per worker, statistics.
 
     Without statistics no layer runs, unless there are experts, whose tokens are counted. Hidden
@@ -91,7 +91,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     """
     ids = 8 * sum(lengths)
     if not stats and not model.sparse:
-        return Need(stage="measure", moments=((2 * ids, 0),), result=ids)
+        return MemoryNeed(stage="measure", peaks=((2 * ids, 0),), result=ids)
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
@@ -105,7 +105,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
     growing = max(live_bytes(layer, forwards) for layer in model.layers)
     worker = forward_bytes(model, longest) + watching_bytes(model, forwards, longest) + growing
-    moments: tuple[Moment, ...] = (
+    peaks: tuple[MemoryPeak, ...] = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
@@ -117,28 +117,28 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
         back = backward_bytes(model, longest) + watching_bytes(model, backwards, longest)
-        moments = (
-            *moments,
+        peaks = (
+            *peaks,
             (LIBRARIES + head_in_memory(model, None), way_back_bytes(model, longest, copies=3)),
             (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
         )
-    return Need(stage="measure", moments=moments, result=ids + statistics, scratch=scratch)
+    return MemoryNeed(stage="measure", peaks=peaks, result=ids + statistics, scratch=scratch)
 
 
-def need_choice(model: ModelSize) -> Need:
+def need_choice(model: ModelSize) -> MemoryNeed:
     """Memory of the choice of schemes.
 
     A worker holds rows of the widest weight as stored, in float32, rounded, and their error.
     """
     widest = max(k for layer in model.layers for _, _, k in layer.groups)
-    return Need(
+    return MemoryNeed(
         stage="choose",
         base=FILES_BASE,
-        moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),),
+        peaks=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),),
     )
 
 
-def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
+def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> MemoryNeed:
     """Memory and disk of quantize layer by layer.
 
     The calibration text runs through the layer while the Hessians grow, half of each. Transforms
@@ -157,7 +157,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)
     layer = layer_in_memory(model.layer) if plan.in_float32 else layer_as_stored(model)
     parts = 0 if plan.in_float32 else parts_bytes(model, longest)
-    moments = (
+    peaks = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
         *(
@@ -173,17 +173,17 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         *([] if plan.head is None else [_rounding(plan.head.algorithm)]),
     )
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
-        moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
+        peaks = (*peaks, (LIBRARIES + 2 * model.head[1], 0))
     result = (
         sum(encoded)
         + head_file_bytes(model, plan.head)
         + (model.outside if plan.rotation is not None else 0)
     )
     scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
-    return Need(stage="quantize", moments=moments, result=result, scratch=scratch)
+    return MemoryNeed(stage="quantize", peaks=peaks, result=result, scratch=scratch)
 
 
-def need_files(model: ModelSize, plan: Plan) -> Need:
+def need_files(model: ModelSize, plan: Plan) -> MemoryNeed:
     """Memory and disk of quantize from file to file.
 
     A worker holds the unit that it rounds, and units that wait to be written.
@@ -192,12 +192,12 @@ def need_files(model: ModelSize, plan: Plan) -> Need:
     result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
         model, plan.head
     )
-    return Need(
-        stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result
+    return MemoryNeed(
+        stage="quantize", base=FILES_BASE, peaks=tuple(map(_rounding, algorithms)), result=result
     )
 
 
-def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
+def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> MemoryNeed:
     """Memory and disk of export and its proof.
 
     In an artifact of several files the layer files are linked, and the rest is copied. The proof of
@@ -207,20 +207,20 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
     outside = outside_bytes(model, plan.head)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
-    moments: tuple[Moment, ...] = ((BUFFERS, 0),)
+    peaks: tuple[MemoryPeak, ...] = ((BUFFERS, 0),)
     base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
         running = installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
         proof = max(
             installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head)
         )
-        moments = (*moments, (LIBRARIES + proof, 0))
-    return Need(stage="export", base=base, moments=moments, result=outside + sum(layers) - linked)
+        peaks = (*peaks, (LIBRARIES + proof, 0))
+    return MemoryNeed(stage="export", base=base, peaks=peaks, result=outside + sum(layers) - linked)
 
 
 def need_validate(
     model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None
-) -> Need:
+) -> MemoryNeed:
     """Memory and disk of validate: a layer in float32, heads, a window and logits per worker.
 
     Args:
@@ -232,7 +232,7 @@ def need_validate(
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
     logits = FLOAT * longest * model.vocabulary
-    moments = (
+    peaks = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer), forward_bytes(model, longest)),
         (
@@ -240,10 +240,10 @@ def need_validate(
             FLOAT * HEAD_ROWS * model.hidden + (models + 1) * logits,
         ),
     )
-    return Need(stage="validate", moments=moments, result=hidden, scratch=models * hidden)
+    return MemoryNeed(stage="validate", peaks=peaks, result=hidden, scratch=models * hidden)
 
 
-def _rounding(algorithm: str) -> Moment:
+def _rounding(algorithm: str) -> MemoryPeak:
     """Units from file to file that workers round, that wait to be written, that are read ahead."""
     worker = ALGORITHMS[algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
     return LIBRARIES + READERS * worker, worker
@@ -265,9 +265,9 @@ def folds(layer: LayerSize) -> list[Group]:
     return [group for group, folds in zip(layer.groups, layer.folds, strict=True) if folds]
 
 
-def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
+def _searching(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
     """Each group while a transform compares candidates: its whole Hessian, the transform's work."""
-    moments = []
+    peaks = []
     for name, options in plan.smoothings:
         reads = TRANSFORMS[name].needs(options)
         for _, outputs, k in folds(model.layer):
@@ -278,18 +278,18 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
                 )
                 for workers in (0, 1)
             )
-            moments.append((hessian + fixed, one - fixed))
-    return moments
+            peaks.append((hessian + fixed, one - fixed))
+    return peaks
 
 
-def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
+def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
     """Each group while its Hessian is made whole from its half, and then while it is quantized.
 
     Held are what its algorithm takes, the weights from this group on, its qvalues and their
     encoding, the encodings of the groups before it, and the halves of the Hessians of the groups
     after it. The last of its schemes overwrites the Hessian.
     """
-    moments = []
+    peaks = []
     done = 0
     algorithm = ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
@@ -306,11 +306,11 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
         # gradients are read when the group's turn comes and are freed with it
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
-        moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
+        peaks += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
-    return moments
+    return peaks
 
 
 def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
@@ -320,7 +320,7 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
     weights where ranges are cut, and, while rounding is learned, the starting points of the groups
     before it. The rows are those of all its linears.
     """
-    found = []
+    turns = []
     done = 0
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
@@ -329,12 +329,12 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
         hessian = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         held = left + sum(halves[index + 1 :]) + hessian + done
         held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
-        found.append((held, rows, k))
+        turns.append((held, rows, k))
         if plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
         else:
             done += started_bytes(plan, names, outputs, k)
-    return found
+    return turns
 
 
 def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:

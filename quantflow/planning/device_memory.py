@@ -36,26 +36,26 @@ from quantflow.units import size as text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceNeed:
+class DeviceMemoryNeed:
     """Bytes that a stage's tensors take on a device.
 
     Attributes:
         stage: name of the stage.
-        moments: description of a step -> bytes of all tensors that are there then.
+        peaks: description of a step -> bytes of all tensors that are there then.
     """
 
     stage: str
-    moments: Mapping[str, int]
+    peaks: Mapping[str, int]
 
     @property
     def peak(self) -> int:
         """Bytes in the largest step, and those that cuBLAS allocates for its first product."""
-        return max(self.moments.values()) + WORKSPACE_BYTES
+        return max(self.peaks.values()) + WORKSPACE_BYTES
 
 
 def measure_on_device(
     model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype
-) -> DeviceNeed:
+) -> DeviceMemoryNeed:
     """Device memory of measure: a layer, a sequence's forward, its statistics and those before it.
 
     Args:
@@ -73,7 +73,7 @@ def measure_on_device(
     running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(
         model, forwards, longest
     )
-    moments = {
+    peaks = {
         "a sequence runs": layer + 2 * growing + running,
         "statistics are taken": layer
         + growing
@@ -82,16 +82,16 @@ def measure_on_device(
     if goes_back(stats):
         sums = max(cost.statistics_bytes(each, backwards) for each in model.layers)
         back = cost.backward_bytes(model, longest) + cost.watching_bytes(model, backwards, longest)
-        moments["gradients leave the head"] = model.head[1] + cost.way_back_bytes(
+        peaks["gradients leave the head"] = model.head[1] + cost.way_back_bytes(
             model, longest, copies=3
         )
-        moments["a gradient goes back"] = layer + 2 * sums + back
-    return DeviceNeed(stage="measure", moments=moments)
+        peaks["a gradient goes back"] = layer + 2 * sums + back
+    return DeviceMemoryNeed(stage="measure", peaks=peaks)
 
 
 def quantize_on_device(
     model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1
-) -> DeviceNeed:
+) -> DeviceMemoryNeed:
     """Device memory of quantize, on the path that the plan takes.
 
     Args:
@@ -115,7 +115,7 @@ def quantize_on_device(
     # one linear, while it multiplies
     converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]
     forward = cost.forward_bytes(model, longest)
-    moments = {
+    peaks = {
         "a sequence runs": layer + halves + kept + inputs + max(folding, forward + converted),
         "the quantized layer is put in place": cost.installing_bytes(model, plan),
         "a sequence runs through the quantized layer": cost.installed_bytes(model) + forward,
@@ -130,7 +130,7 @@ def quantize_on_device(
                 k, rows, options=options, samples=samples, workers=1
             )
             more = _units_beyond_the_first(rows, k)
-            moments[f"{name} of {k} features"] = layer + halves + 2 * kept + hessian + taken + more
+            peaks[f"{name} of {k} features"] = layer + halves + 2 * kept + hessian + taken + more
     for index, (held, rows, k) in enumerate(cost.groups_in_turn(model, plan)):
         algorithm = ALGORITHMS[plan.algorithm]
         taken = (
@@ -138,12 +138,12 @@ def quantize_on_device(
             if algorithm.ON_DEVICE
             else 0
         )
-        moments[f"group {index}"] = held + taken + rows * k
+        peaks[f"group {index}"] = held + taken + rows * k
     for index, (fixed, each) in enumerate(cost.learning_moments(model, plan, longest)):
-        moments[f"learning {index}"] = fixed + each
+        peaks[f"learning {index}"] = fixed + each
     for index, (fixed, each) in enumerate(cost.tuning_moments(model, plan, longest)):
-        moments[f"tuning {index}"] = fixed + each
-    return DeviceNeed(stage="quantize", moments=moments)
+        peaks[f"tuning {index}"] = fixed + each
+    return DeviceMemoryNeed(stage="quantize", peaks=peaks)
 
 
 def validate_on_device(
@@ -153,7 +153,7 @@ def validate_on_device(
     models: int,
     dtype: torch.dtype,
     head: HeadPlan | None = None,
-) -> DeviceNeed:
+) -> DeviceMemoryNeed:
     """Device memory of validate: a layer, the heads, a window's forward, all models' logits.
 
     Args:
@@ -167,7 +167,7 @@ def validate_on_device(
     size = dtype.itemsize
     largest = model.layer.largest[0]
     logits = FLOAT * longest * model.vocabulary
-    moments = {
+    peaks = {
         "a window runs": size * model.layer.elements
         + cost.forward_bytes(model, longest) * size // FLOAT,
         "a quantized layer is put in place": size * model.layer.elements + (1 + FLOAT) * largest,
@@ -176,10 +176,10 @@ def validate_on_device(
         + FLOAT * HEAD_ROWS * model.hidden
         + (models + 1) * logits,
     }
-    return DeviceNeed(stage="validate", moments=moments)
+    return DeviceMemoryNeed(stage="validate", peaks=peaks)
 
 
-def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> int | None:
+def allow_on_device(need: DeviceMemoryNeed, resources: Resources, device: Device) -> int | None:
     """Bytes that a stage's tensors are expected to take on a device; None where it is the CPU.
 
     Raises:
@@ -189,11 +189,11 @@ def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> i
         return None
     limit, why = device.free_bytes(), f"are free on {device.name}"
     if resources.max_device_memory is not None:
-        given = parse_size(resources.max_device_memory)
-        if limit is None or given <= limit:
-            limit, why = given, f"is --max-device-memory {resources.max_device_memory}"
+        allowed = parse_size(resources.max_device_memory)
+        if limit is None or allowed <= limit:
+            limit, why = allowed, f"is --max-device-memory {resources.max_device_memory}"
     if limit is not None and need.peak > limit:
-        moment = max(need.moments, key=lambda name: need.moments[name])
+        moment = max(need.peaks, key=lambda name: need.peaks[name])
         raise ResourceError(
             f"{need.stage}: tensors take {need.peak} bytes ({text_of(need.peak)}) of "
             f"{device.name} where {moment}, "
@@ -204,7 +204,7 @@ def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> i
     return need.peak
 
 
-def _files(plan: Plan) -> DeviceNeed:
+def _files(plan: Plan) -> DeviceMemoryNeed:
     """File to file: units of every thread as stored and written, and the work of rounding them."""
     threads = process_memory.usable_cores() + cost.READERS
     names = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
@@ -213,7 +213,7 @@ def _files(plan: Plan) -> DeviceNeed:
         max(ALGORITHMS[name].working_bytes(0, 0, workers=units) for name in names)
         + cost.UNIT_FILES * cost.UNIT
     )
-    return DeviceNeed(stage="quantize", moments={"rows are rounded": threads * unit})
+    return DeviceMemoryNeed(stage="quantize", peaks={"rows are rounded": threads * unit})
 
 
 def _units(rows: int, features: int) -> int:

@@ -19,7 +19,7 @@ from quantflow.planning.sizes import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounding:
+class GptqSpeed:
     """Seconds of GPTQ for R rows of K columns, as three rates.
 
     Attributes:
@@ -72,7 +72,7 @@ class Speed:
     hessian: float
     gradient: float
     rounded: Mapping[str, float]
-    gptq: Mapping[str, Rounding]
+    gptq: Mapping[str, GptqSpeed]
 
     def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
         """Seconds of measure: it hashes the source, reads it, runs it, and observes every input."""
@@ -133,8 +133,8 @@ class Speed:
         passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
         runs = passes * len(lengths)
         if plan.learned is not None:
-            told = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
-            runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **told)
+            options = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
+            runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **options)
         if plan.tune is not None:
             tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
             runs += tuned  # and the head: the original's logits, and the other's there and back

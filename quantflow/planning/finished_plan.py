@@ -177,5 +177,5 @@ def tensor_scheme_from(data: Mapping[str, Any]) -> TensorScheme:
     if rule is None:
         return TensorScheme(**data)
     exponents = rule["exponents"]
-    found = Rule(**{**rule, "exponents": None if exponents is None else tuple(exponents)})
-    return TensorScheme(**{**data, "scale_rule": found})
+    scale_rule = Rule(**{**rule, "exponents": None if exponents is None else tuple(exponents)})
+    return TensorScheme(**{**data, "scale_rule": scale_rule})

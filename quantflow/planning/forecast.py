@@ -31,7 +31,7 @@ from quantflow.models.open import graph_for, open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import (
-    Need,
+    MemoryNeed,
     need_export,
     need_files,
     need_layers,
@@ -39,7 +39,7 @@ from quantflow.planning.cost import (
     need_validate,
 )
 from quantflow.planning.device_memory import (
-    DeviceNeed,
+    DeviceMemoryNeed,
     measure_on_device,
     quantize_on_device,
     validate_on_device,
@@ -191,11 +191,11 @@ def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
 def _stage(
     name: str,
     artifact: str | None,
-    need: Need,
+    need: MemoryNeed,
     job: PlanJob,
     seconds: float | None,
     *,
-    there: DeviceNeed | None = None,
+    there: DeviceMemoryNeed | None = None,
 ) -> dict[str, Any]:
     """Needs of a stage; where it is refused, the least that it needs and the reason.
 
@@ -218,14 +218,14 @@ def _stage(
         about["device_memory"] = None if there is None else there.peak
         limit = job.recipe.resources.max_device_memory
         if there is not None and limit is not None and there.peak > parse_size(limit):
-            told = (
+            refusal = (
                 f"tensors of {name} take {there.peak} bytes on {job.recipe.compute.device}, "
                 f"--max-device-memory is {limit}"
             )
             return about | {
                 "peak_memory": need.peak(base=need.base, workers=1),
                 "workers": 1,
-                "refused": told,
+                "refused": refusal,
             }
     try:
         allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
@@ -327,12 +327,12 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
             info = model.infos[f"{linear}.weight"]
             scheme = plan.schemes.get(linear)
             after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
-            words = "copied" if scheme is None else _words(scheme)
+            spelled = "copied" if scheme is None else _words(scheme)
             place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))
             key = (
                 place,
                 info.shape,
-                "copied, a router" if linear in layer.routers else words,
+                "copied, a router" if linear in layer.routers else spelled,
                 info.nbytes,
                 after,
             )
@@ -343,11 +343,11 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
             + place.replace("*", _spans(number for _, number in where)),
             "count": len(where),
             "shape": list(shape),
-            "scheme": words,
+            "scheme": spelled,
             "bytes_before": len(where) * before,
             "bytes_after": len(where) * after,
         }
-        for (place, shape, words, before, after), where in rows.items()
+        for (place, shape, spelled, before, after), where in rows.items()
     ]
     linears = {f"{name}.weight" for name in (*graph.linears, *graph.routers)}
     if plan.head is not None:
@@ -408,10 +408,10 @@ def _words(scheme: Any) -> str:
     return " ".join(parts + ([] if weights.symmetric else ["asymmetric"]))
 
 
-def _folded(found: Sequence[tuple[str, str]]) -> list[str]:
+def _folded(obstacles: Sequence[tuple[str, str]]) -> list[str]:
     """Obstacles as lines, those of all layers under one pattern with `*` for the index."""
     lines: dict[str, None] = {}
-    for name, why in found:
+    for name, why in obstacles:
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
         lines[f"{pattern}: {why}"] = None
     return list(lines)
@@ -425,5 +425,5 @@ def spans(indices: Sequence[int]) -> str:
             parts[-1][1] = index
         else:
             parts.append([index, index])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
-    return words[0] if len(indices) == 1 else "{" + ",".join(words) + "}"
+    ranges = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    return ranges[0] if len(indices) == 1 else "{" + ",".join(ranges) + "}"

@@ -77,8 +77,8 @@ def head_of(
     scheme = override_of(entry, entry.head)
     linear, tensor = names_of(graph, shapes)
     if linear in ignored:
-        told = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
-        raise UsageError(told, "take one of the two out")
+        cause = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
+        raise UsageError(cause, "take one of the two out")
     algorithm = _algorithm(entry.name, entry.head, scheme)
     features = shapes[tensor][1]
     if features % (scheme.weights.group_size or 1):
@@ -130,17 +130,17 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
     Raises:
         UsageError: it is unknown, it or the scheme needs statistics, or it does not go with float8.
     """
-    known = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
+    names = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
     algorithm = head.algorithm or scheme.algorithm
     if algorithm not in (*ALGORITHMS, *COMBINATIONS):
         raise UsageError(
-            f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, known)
+            f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, names)
         )
-    if algorithm not in known:
+    if algorithm not in names:
         raise UsageError(
             f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration "
             "text, of which nothing is collected for the head",
-            f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, "
+            f"give one that reads weights alone ({', '.join(names)}): --head {head.scheme}:hqq, "
             "or head: {algorithm: hqq}",
         )
     if scheme.input is not None and scheme.input.measured:

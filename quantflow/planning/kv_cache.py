@@ -42,26 +42,27 @@ def kv_cache_of(
     if entry.kv_cache is None:
         return None
     scheme = kv_scheme(entry.kv_cache.scheme, entry.kv_cache.granularity)
-    told = f"{entry.name}: kv_cache {kv_words(scheme)}"
+    setting = f"{entry.name}: kv_cache {kv_words(scheme)}"
     if not any(name.endswith(".k_proj") for name in graph.linears):
         raise UnsupportedError(
-            f"{told} of a {graph.family.model_type}, whose keys and values come from one linear",
+            f"{setting} of a {graph.family.model_type}, whose keys and values come from one linear",
             "leave kv_cache out: compressed-tensors 0.20 does not look for scales there",
         )
     if ranks > 1:
         raise UsageError(
-            f"{told} with --ranks {ranks}", "quantize with one process, or leave kv_cache out"
+            f"{setting} with --ranks {ranks}", "quantize with one process, or leave kv_cache out"
         )
     if entry.float8 not in (None, "e4m3fn") and scheme.kind == "float":
         raise UsageError(
-            f"{told} with float8={entry.float8}",
+            f"{setting} with float8={entry.float8}",
             "use INT8, or leave float8 out: caches hold e4m3fn",
         )
     for name, options in transforms:
         option = KNOWN[name].CHANGES_VALUES
         if options[option]:
             raise UsageError(
-                f"{told} with {name}, which changes the values that were measured ({option}: true)",
+                f"{setting} with {name}, which changes the values that were measured "
+                f"({option}: true)",
                 f"write {name}: {{{option}: false}}, or leave kv_cache out",
             )
     return scheme

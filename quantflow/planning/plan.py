@@ -103,11 +103,11 @@ class Plan:
     @property
     def versions(self) -> dict[str, int]:
         """Versions of the methods that compute the result."""
-        found = {name: KNOWN[name].VERSION for name, _ in self.transforms}
-        found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
-        found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
-        found |= {} if self.tune is None else {TUNE: tune.VERSION}
-        return found | (
+        by_name = {name: KNOWN[name].VERSION for name, _ in self.transforms}
+        by_name[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
+        by_name |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
+        by_name |= {} if self.tune is None else {TUNE: tune.VERSION}
+        return by_name | (
             {} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION}
         )
 
@@ -353,11 +353,11 @@ def _schemes(
             None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
         )
     # where schemes are chosen, only overridden linears must fit now: the choice fits the others
-    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)
+    overridden_names = overridden(entry, graph) if entry.mixed else frozenset(schemes)
     for name, scheme in schemes.items():
         if scheme is not None:
             features = _features(shapes, name)
-            if name in given:
+            if name in overridden_names:
                 group_size_for(scheme.weights, features, name=name)
     if not any(schemes.values()):
         raise UsageError(
@@ -371,7 +371,7 @@ def _of_mixtures(
     schemes: Mapping[str, LinearScheme | None], graph: Graph
 ) -> dict[str, LinearScheme | None]:
     """Schemes of the linears that were given a mixture of types, by their role in a layer."""
-    found: dict[str, LinearScheme | None] = {}
+    by_linear: dict[str, LinearScheme | None] = {}
     for number, layer in enumerate(graph.layers):
         for name in layer.linears:
             scheme = schemes.get(name)
@@ -380,8 +380,8 @@ def _of_mixtures(
                 kind = type_of(
                     scheme.name, module, family=family, layer=number, layers=len(graph.layers)
                 )
-                found[name] = preset(kind)
-    return found
+                by_linear[name] = preset(kind)
+    return by_linear
 
 
 def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
@@ -452,16 +452,16 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
             f"{plan.name}: a type of blocks of 32 in {smaller} linears, whose inputs 256 does "
             "not divide"
         )
-    found = [scheme.weights.group_size for scheme in used]
+    sizes = [scheme.weights.group_size for scheme in used]
     counts = {
-        less: found.count(less)
+        less: sizes.count(less)
         for less in COMMON_SIZES
-        if size is not None and less < size and less in found
+        if size is not None and less < size and less in sizes
     }
     if not counts or entry.overrides or entry.mixed:
         return None
-    told = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
-    return f"{plan.name}: groups {told}, whose inputs {size} does not divide"
+    listed = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
+    return f"{plan.name}: groups {listed}, whose inputs {size} does not divide"
 
 
 def left_out(
@@ -478,7 +478,7 @@ def left_out(
         shapes: tensor of the checkpoint -> its shape.
         nbytes: tensor of the checkpoint -> its bytes.
     """
-    known = {f"{linear}.weight" for linear in (*graph.linears, *graph.routers, *graph.idle)}
+    read_tensors = {f"{linear}.weight" for linear in (*graph.linears, *graph.routers, *graph.idle)}
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     inside = [tensor for tensor in shapes if tensor.startswith(prefixes)]
     matrices = [
@@ -486,7 +486,7 @@ def left_out(
         for tensor in inside
         if len(shapes[tensor]) > 1 and sorted(shapes[tensor])[-2] >= MATRIX
     ]
-    left = [tensor for tensor in matrices if tensor not in known]
+    left = [tensor for tensor in matrices if tensor not in read_tensors]
     size, whole = (sum(nbytes[tensor] for tensor in some) for some in (left, inside))
     if not left or size < LEFT_OUT * whole:
         return None

@@ -31,7 +31,7 @@ from quantflow.numerics.statistics import COUNT
 from quantflow.observers import OBSERVERS
 from quantflow.observers.gradient import GRADIENT_SUM, GradientObserver
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver
-from quantflow.planning.durations import Rounding, Speed
+from quantflow.planning.durations import GptqSpeed, Speed
 from quantflow.planning.plan import Plan
 from quantflow.planning.sizes import FORMAT
 
@@ -211,7 +211,7 @@ def _rounded(plan: Plan, weight: Tensor, device: Device) -> float:
     return _seconds(round_piece, there) / piece.numel()
 
 
-def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
+def _gptq(plan: Plan, weight: Tensor, device: Device) -> GptqSpeed:
     """Rates of rounding with a Hessian: three pieces are timed for three unknowns."""
     scheme = _scheme(plan)
     group = scheme.weights.group_size or 1
@@ -221,7 +221,7 @@ def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
     half = max(group, columns // 2 // group * group)
     columns = columns // group * group
     if half == columns or rows == 0:  # the weight is too small for three different pieces
-        return Rounding(
+        return GptqSpeed(
             cubic=0.0,
             linear=_one(plan, weight, rows or 1, columns, there) / ((rows or 1) * columns),
             square=0.0,
@@ -247,7 +247,7 @@ def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
         / scale
     )
     cubic, linear, square = (max(0.0, value) for value in solved.tolist())
-    return Rounding(cubic=cubic, linear=linear, square=square)
+    return GptqSpeed(cubic=cubic, linear=linear, square=square)
 
 
 def _one(plan: Plan, weight: Tensor, rows: int, columns: int, there: Device) -> float:

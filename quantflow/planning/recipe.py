@@ -93,12 +93,12 @@ def head_flag(text: str) -> dict[str, Any]:
             f"--head {text}: {len(rest)} words after the scheme",
             "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64",
         )
-    given = {
+    head = {
         "scheme": scheme,
         "algorithm": rest[0] if rest else None,
         "group_size": None if size is None else int(size),
     }
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in head.items() if value is not None}
 
 
 def smoothquant_flag(alpha: str) -> list[dict[str, Any]]:
@@ -468,26 +468,26 @@ class Quantize:
                 nearest(str(self.float8), FLOAT8_FLAVOURS),
             )
         if self.input_observer not in (None, *INPUT_OBSERVERS):
-            words = nearest(str(self.input_observer), INPUT_OBSERVERS)
+            remedy = nearest(str(self.input_observer), INPUT_OBSERVERS)
             raise UsageError(
-                f"quantize {self.name!r}: input_observer={self.input_observer!r}", words
+                f"quantize {self.name!r}: input_observer={self.input_observer!r}", remedy
             )
         if self.scale_rounding not in (None, *SCALE_ROUNDINGS):
-            words = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
+            remedy = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
             raise UsageError(
-                f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words
+                f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", remedy
             )
         self._check_scale_method()
 
     def _check_scale_method(self) -> None:
         """Refuse an unknown method or arithmetic, or one beside a setting that contradicts it."""
-        for key, word, known in (
+        for key, word, choices in (
             ("scale_method", self.scale_method, tuple(SCALE_METHODS)),
             ("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES),
         ):
-            if word not in (None, *known):
+            if word not in (None, *choices):
                 raise UsageError(
-                    f"quantize {self.name!r}: {key}={word!r}", nearest(str(word), known)
+                    f"quantize {self.name!r}: {key}={word!r}", nearest(str(word), choices)
                 )
         if self.scale_method is not None and self.scale_rounding is not None:
             raise UsageError(
@@ -836,9 +836,9 @@ def _parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except _YAML_ERRORS as error:
-        told = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise UsageError(
-            f"{name}: not YAML: {told if len(told) <= 300 else told[:297] + '...'}",
+            f"{name}: not YAML: {message if len(message) <= 300 else message[:297] + '...'}",
             "mend the syntax",
         ) from error
 

@@ -176,18 +176,18 @@ def algorithm_of(entry: Quantize) -> str:
     algorithm = entry.algorithm or scheme.algorithm
     if learned is not None:
         if learned.start not in ALGORITHMS:
-            words = nearest(learned.start, list(ALGORITHMS))
+            remedy = nearest(learned.start, list(ALGORITHMS))
             raise UsageError(
                 f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from",
-                words,
+                remedy,
             )
         return learned.start
     if (combination := _combination_of(entry)) is not None:
         return combination.algorithm(scheme.weights, rotated=_rotated(entry))
     if algorithm not in ALGORITHMS:
-        known = [*ALGORITHMS, *BLOCK_ALGORITHMS, *COMBINATIONS]
+        names = [*ALGORITHMS, *BLOCK_ALGORITHMS, *COMBINATIONS]
         raise UsageError(
-            f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known)
+            f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, names)
         )
     return algorithm
 
@@ -304,8 +304,8 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
                 )
             for key in options or ():
                 if key not in transform.OPTIONS:
-                    known = nearest(str(key), list(transform.OPTIONS))
-                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", known)
+                    remedy = nearest(str(key), list(transform.OPTIONS))
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", remedy)
             try:
                 result.append((name, transform.checked({**transform.OPTIONS, **(options or {})})))
             except UsageError as error:

@@ -24,7 +24,7 @@ from quantflow.core.device import HOST, Device
 from quantflow.errors import ResourceError
 from quantflow.files.disk import free_bytes
 from quantflow.planning.cost import (
-    Need,
+    MemoryNeed,
     need_export,
     need_files,
     need_layers,
@@ -127,7 +127,9 @@ def allow_validate(
     )
 
 
-def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:
+def grant(
+    need: MemoryNeed, resources: Resources, *, folder: Path, base: int | None = None
+) -> Allowance:
     """The largest allowance that fits: all workers, or as many as there is memory for.
 
     Args:
@@ -183,7 +185,7 @@ def memory_limit(resources: Resources, *, resident: int) -> tuple[int, str]:
     return (limit, why) if limit <= free else (free, "what is free on this machine")
 
 
-def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
+def check_disk(need: MemoryNeed, resources: Resources, *, folder: Path) -> None:
     """Refuse a stage whose files would not fit.
 
     Raises:

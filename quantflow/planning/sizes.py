@@ -114,7 +114,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     first = next(layer for layer in graph.layers if layer.groups)
     # where layers differ, the heads of the first one stand for all
     uneven = bool(getattr(text, "is_heterogeneous", False))
-    shared = None if uneven else getattr(text, "num_key_value_heads", None)
+    num_kv_heads = None if uneven else getattr(text, "num_key_value_heads", None)
     heads = int(
         (None if uneven else getattr(text, "num_attention_heads", None))
         or first.kv_heads * first.repeats
@@ -128,19 +128,19 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     layers = []
     inside: set[str] = set()
     for layer in graph.layers:
-        found = [info for name, info in infos.items() if name.startswith(f"{layer.prefix}.")]
-        inside.update(info.name for info in found)
-        if not found:
+        layer_infos = [info for name, info in infos.items() if name.startswith(f"{layer.prefix}.")]
+        inside.update(info.name for info in layer_infos)
+        if not layer_infos:
             raise InputError(
                 f"config.json: {len(graph.layers)} layers, the checkpoint has no tensor of "
                 f"{layer.prefix}",
                 "restore config.json from its source, or download the model again",
             )
-        largest = max(found, key=elements_of)
+        largest = max(layer_infos, key=elements_of)
         layers.append(
             LayerSize(
-                stored=sum(info.nbytes for info in found),
-                elements=sum(map(elements_of, found)),
+                stored=sum(info.nbytes for info in layer_infos),
+                elements=sum(map(elements_of, layer_infos)),
                 groups=tuple(_group(group.linears, infos) for group in layer.groups),
                 largest=(elements_of(largest), largest.nbytes),
                 folds=tuple(group.folds for group in layer.groups),
@@ -163,7 +163,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         between=hidden if carried is None else carried.features + carried.width,
         vocabulary=int(getattr(text, "vocab_size", None) or 1),
         heads=heads,
-        kv_heads=int(shared or (first.kv_heads if uneven else heads)),
+        kv_heads=int(num_kv_heads or (first.kv_heads if uneven else heads)),
         head_dim=head_dim,
         layers=tuple(layers),
         outside=sum(info.nbytes for info in outside),
@@ -251,11 +251,11 @@ def _group(names: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> Group:
     for name in names:
         info = infos.get(f"{name}.weight")
         if info is None or len(info.shape) != 2:
-            found = (
+            problem = (
                 "no such tensor" if info is None else f"shape {list(info.shape)}, [O, I] is needed"
             )
             raise InputError(
-                f"{name}.weight: {found}", "check that config.json belongs to these weights"
+                f"{name}.weight: {problem}", "check that config.json belongs to these weights"
             )
         shapes.append(info.shape)
     return names, tuple(shape[0] for shape in shapes), shapes[0][1]

@@ -231,9 +231,9 @@ class BlockAccount:
         name = rounded.name
         self.difference[name] = self.difference.get(name, 0.0) + rounded.difference
         self.power[name] = self.power.get(name, 0.0) + rounded.power
-        known = self.decisions.setdefault(name, {})
+        counted = self.decisions.setdefault(name, {})
         for key, count in rounded.decisions.items():
-            known[key] = known.get(key, 0) + count
+            counted[key] = counted.get(key, 0) + count
         self.values.setdefault(name, ValuesDigest()).update(rounded.linear)
 
     def as_json(self, key: str, inputs: Mapping[str, LinearInput]) -> dict[str, Any]:
@@ -315,21 +315,21 @@ def _shared_grids(
         unit, scheme = part
         return unit.linear, bounds_of(unit.linear, device.put(unit.read()), scheme=scheme.weights)
 
-    found: dict[str, list[TensorRange]] = {}
+    ranges_of: dict[str, list[TensorRange]] = {}
     for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
-        found.setdefault(name, []).append(ends)
+        ranges_of.setdefault(name, []).append(ends)
     schemes = {
         unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared
     }
     grids = {}
     for group in block.groups:
-        for name in found.keys() & set(group):
+        for name in ranges_of.keys() & set(group):
             scheme, scale_dtype = schemes[name]
             ranges = [
                 pair
                 for other in group
                 if schemes.get(other) == schemes[name]
-                for pair in found[other]
+                for pair in ranges_of[other]
             ]
             grids[name] = shared_grid(ranges, scheme=scheme.weights, scale_dtype=scale_dtype)
     return grids

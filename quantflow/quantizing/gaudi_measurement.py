@@ -83,7 +83,7 @@ def measurement_from(
             f"{path}: holds {len(files)} ranks, quantize reads one",
             f"merge them first: quantflow unify -m {path} -o DIR",
         )
-    triples = {rank: read_triple(found) for rank, found in files.items()}
+    triples = {rank: read_triple(files_of_rank) for rank, files_of_rank in files.items()}
     triple = (
         triples[0] if len(triples) == 1 else unify_triples(triples, [sorted(triples)])[0].triple
     )

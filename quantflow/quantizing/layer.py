@@ -83,7 +83,7 @@ FORMAT = FORMATS[DEFAULT]
 # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
 SMOOTHING_TOLERANCE = 1e-6
 
-Value = TypeVar("Value")
+Decision = TypeVar("Decision")
 Gradient = Callable[[str], Tensor]  # linear -> `gradient_sum` of its smoothed weight, read now
 
 
@@ -156,7 +156,7 @@ def quantize_layer(
     # 2. smoothing changes weights, Hessians and the other statistics alike
     smoothed = smooth_(
         opened,
-        _joined(measured.statistics, traffic.statistics),
+        _merge_decisions(measured.statistics, traffic.statistics),
         hessians=hessians,
         execution=execution,
     )
@@ -198,12 +198,12 @@ def quantize_layer(
                 if name in changed
                 else kept
             )
-    of_experts = {name: {"experts": words} for name, words in treatment.decisions.items()}
+    of_experts = {name: {"experts": note} for name, note in treatment.decisions.items()}
     of_linears = {name: linear.decisions for name, linear in linears.items()}
     return QuantizedLayer(
         tensors=tensors,
         errors=errors,
-        decisions=_joined(_joined(smoothed.decisions, of_experts), of_linears),
+        decisions=_merge_decisions(_merge_decisions(smoothed.decisions, of_experts), of_linears),
         changed=changed,
         factors=smoothed.factors,
         experts=experts,
@@ -260,9 +260,9 @@ def canary_traffic(
         return inputs, outputs, stream.run(module, canary)
 
 
-def _joined(
-    first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]
-) -> dict[str, dict[str, Value]]:
+def _merge_decisions(
+    first: Mapping[str, Mapping[str, Decision]], second: Mapping[str, Mapping[str, Decision]]
+) -> dict[str, dict[str, Decision]]:
     """Two tables of each linear in one; the second is right where both have an entry."""
     return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
 
@@ -483,7 +483,7 @@ def _quantize_members(
         )
         del hessian_sum  # the statistics alone hold it
     # An algorithm that does not compute on the device gets copies in host memory.
-    there, known = (
+    there, moved = (
         (weights, statistics)
         if place is device
         else (fetched(weights, device), fetched(statistics, device))
@@ -491,7 +491,7 @@ def _quantize_members(
     results = ALGORITHMS[algorithm].quantize_group(
         there,
         scheme,
-        statistics={**known, **gradients},
+        statistics={**moved, **gradients},
         scale_dtype=scale_dtype,
         workers=workers,
         in_place=last,
@@ -506,7 +506,7 @@ def _quantize_members(
         and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS
         and HESSIAN_SUM.name in statistics
     ):
-        comparison = _compared(
+        comparison = _compare_outputs(
             weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers
         )
     if last:
@@ -527,7 +527,7 @@ def _quantize_members(
     }
 
 
-def _compared(
+def _compare_outputs(
     weights: Mapping[str, Tensor],
     results: Mapping[str, GroupResult],
     hessian_sum: Tensor,

@@ -153,11 +153,11 @@ class Forward:
         """
         if self.plan.tune is None or quantized_inputs(self.entry):
             return None
-        found = HiddenStates(
+        states = HiddenStates(
             len(self._calibration), folder=self.folder / ORIGINAL, device=self.device
         )
-        found.restore(len(self.graph.layers), key=self.key)
-        return found
+        states.restore(len(self.graph.layers), key=self.key)
+        return states
 
     def _layer(
         self,

@@ -91,10 +91,10 @@ def error_from(difference: float, power: float, *, name: str) -> float:
     """
     if difference == power == 0:
         return 0.0
-    found = difference / power if power else math.inf
-    if not math.isfinite(found):
+    ratio = difference / power if power else math.inf
+    if not math.isfinite(ratio):
         raise InputError(
-            f"{name}: relative error {found}",
+            f"{name}: relative error {ratio}",
             "the weight or its input holds NaN or Inf, or is zero",
         )
-    return found
+    return ratio

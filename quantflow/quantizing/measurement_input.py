@@ -127,8 +127,8 @@ def _merged(folder: Path, ranks: list[Path]) -> Measurement:
             )
     metas = {rank: read_meta(rank) for rank in ranks}
     with single_threaded(), torch.no_grad():
-        (found,) = unify(open_measurements(metas), [list(range(len(ranks)))])
-        return recorded(found)
+        (merged,) = unify(open_measurements(metas), [list(range(len(ranks)))])
+        return recorded(merged)
 
 
 def refuse_foreign(
@@ -145,9 +145,9 @@ def refuse_foreign(
     Raises:
         InputError: naming both.
     """
-    found = None if measurement is None else measurement.meta["model"]["fingerprint"]
-    if found is not None and found != fingerprint:
+    measured = None if measurement is None else measurement.meta["model"]["fingerprint"]
+    if measured is not None and measured != fingerprint:
         raise InputError(
-            f"{folder}: measured on model {found[:16]}, {model} is {fingerprint[:16]}",
+            f"{folder}: measured on model {measured[:16]}, {model} is {fingerprint[:16]}",
             "measure this model, or give the measurement that belongs to it",
         )

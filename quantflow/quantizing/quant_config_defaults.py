@@ -80,10 +80,10 @@ def _scale_method(
     Raises:
         UsageError: the dictionary form, or a method that computes scales at run time.
     """
-    given = [key for key in ("scale_method", "scale_rounding") if entry.get(key) is not None]
+    own_keys = [key for key in ("scale_method", "scale_rounding") if entry.get(key) is not None]
     name = config.scale_method.default.name
     scheme = preset(entry["scheme"])
-    if given:
+    if own_keys:
         return {}, []
     if scheme.weights.granularity != "per_tensor":
         unused = (

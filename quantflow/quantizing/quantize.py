@@ -221,7 +221,7 @@ def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progre
         job.entry,
         model.plan,
         model=job.model,
-        given=job.measurement,
+        measurement_path=job.measurement,
         source=model.source,
         graph=model.graph,
         resources=job.resources,
@@ -230,7 +230,7 @@ def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progre
     )
     while True:
         chosen = replace(job, entry=mixture.resolved())
-        progress.say(f"quantize {job.entry.name}: {mixture.told}")
+        progress.say(f"quantize {job.entry.name}: {mixture.description}")
         plan = resolve(chosen.entry, model.graph, model.shapes)
         _quantize(chosen, replace(model, plan=plan, mixture=mixture), progress)
         if stage_folder.done(job.output) is not None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from quantflow.core.device import HOST, Device
 from quantflow.core.dtypes import DTYPES
-from quantflow.core.orthogonal import Rotation, mixed
+from quantflow.core.orthogonal import HadamardRotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.files.checkpoint import Checkpoint
 from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
@@ -120,13 +120,13 @@ class Rotated:
         Raises:
             InputError: see `quantflow.models.reading.read_tensors`.
         """
-        found = {}
+        tensors = {}
         for name in names:
             tensor = self._read(name)
-            found[name] = (
+            tensors[name] = (
                 tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             )
-        return found
+        return tensors
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
         """Read rows [n] of a matrix, [n, columns]; the embedding's are rotated."""
@@ -259,5 +259,5 @@ def residual_of(graph: Graph, names: Collection[str]) -> Residual:
     return residual
 
 
-def _embedding(stored: Tensor, by: Rotation) -> Tensor:
+def _embedding(stored: Tensor, by: HadamardRotation) -> Tensor:
     return hadamard.reader(stored, torch.ones(stored.shape[1]), by, dtype=stored.dtype)

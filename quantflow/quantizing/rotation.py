@@ -82,8 +82,8 @@ def write_outside(folder: Path, rotated: Rotated) -> None:
     disk.replace(temporary, path)
 
 
-def _compare(what: str, expected: Tensor, found: Tensor) -> None:
-    change = relative_error(expected, found, name=what)
+def _compare(what: str, expected: Tensor, actual: Tensor) -> None:
+    change = relative_error(expected, actual, name=what)
     if change > TOLERANCE:
         raise StatisticsError(
             f"{what}: hadamard changed the output by {change:.3g} (relative, squared)",

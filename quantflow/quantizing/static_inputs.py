@@ -75,14 +75,14 @@ def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
 
 def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
     """The statistics of each linear's input, for the linears of a layer."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
+    by_linear: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
     for key in measurement.statistics:
         if not key.startswith(f"{layer.prefix}."):
             continue
         name, site, statistic = key.split("|")
-        if site == "input" and name in found:
-            found[name][statistic] = measurement.statistics[key]
-    return dict(found)
+        if site == "input" and name in by_linear:
+            by_linear[name][statistic] = measurement.statistics[key]
+    return dict(by_linear)
 
 
 def gradient_sum(measurement: Measurement | None, name: str) -> Tensor | None:
@@ -111,9 +111,9 @@ def inputs_of(
         policy: treatment of undercalibrated experts.
         shorts: the groups of experts that got too few tokens.
     """
-    found: dict[str, LinearInput] = {}
+    inputs: dict[str, LinearInput] = {}
     if measurement is None:
-        return found
+        return inputs
     for layer in graph.layers:
         statistics: Mapping[str, Mapping[str, Tensor]] = input_statistics(measurement, layer)
         decisions: Mapping[str, str] = {}
@@ -127,5 +127,5 @@ def inputs_of(
                 if scheme is not None:
                     seen = input_of(name, scheme, statistics[group.linears[0]])
                     treated = {"experts": decisions[name]} if name in decisions else {}
-                    found[name] = replace(seen, decisions={**seen.decisions, **treated})
-    return found
+                    inputs[name] = replace(seen, decisions={**seen.decisions, **treated})
+    return inputs

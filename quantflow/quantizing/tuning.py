@@ -71,7 +71,7 @@ from quantflow.quantizing.layer_error import error_from, relative_error, weight_
 from quantflow.quantizing.smoothing import is_factor, put_changed, smooth_again
 
 PARTS = ("u", "mean", "square")  # of what is tuned
-Tuned = Mapping[str, algorithm.Tuned]  # of the linears of a layer
+TunedTensors = Mapping[str, algorithm.Tuned]  # of the linears of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Visit:
     module: nn.Module
     layer: Layer
     starts: Mapping[str, QuantizedLinear]
-    tuned: Tuned
+    tuned: TunedTensors
     weights: Mapping[str, Tensor]
 
 
@@ -148,7 +148,7 @@ class TuningRun:
         kept = record["divergence"] < record["divergence_start"]
         return {"steps": count if kept else 0, **record}
 
-    def tuned(self, layer: Layer, step: int, starts: Mapping[str, QuantizedLinear]) -> Tuned:
+    def tuned(self, layer: Layer, step: int, starts: Mapping[str, QuantizedLinear]) -> TunedTensors:
         """The tuned parameters of a layer after so many steps."""
         if step == 0:
             return {name: algorithm.begin(name, linear.weight) for name, linear in starts.items()}
@@ -166,15 +166,15 @@ class TuningRun:
         """The linears of a layer as they were quantized."""
         path = layer_store.layer_path(self.done.folder, layer.index)
         infos, _ = read_header(path)
-        found = {}
+        linears = {}
         for name in layer.linears:
             if (scheme := self.done.plan.schemes[name]) is not None:
                 parts = [part for part in FORMAT.tensor_names(name, scheme) if part in infos]
                 linear: QuantizedLinear = FORMAT.decode(
                     name, {part: read_tensor(path, infos[part]) for part in parts}, scheme
                 )
-                found[name] = linear.to(self.device.kind)
-        return found
+                linears[name] = linear.to(self.device.kind)
+        return linears
 
     def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
         """The dtype in which the layout stores the scales of a linear."""
@@ -194,10 +194,10 @@ class TuningRun:
 
             def weight(name: str) -> Tensor:
                 linear = starts[name]
-                made = algorithm.made(
+                tuned_weight = algorithm.made(
                     linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name)
                 )
-                return made.dequantize().to(products)
+                return tuned_weight.dequantize().to(products)
 
             weights = dict(zip(starts, workers.map(weight, list(starts)), strict=True))
             with replaced(module, layer, weights):
@@ -274,10 +274,10 @@ class TuningRun:
             )
             with self.stream.head():
                 pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
-                for found in self.done.workers.stream(
+                for loss in self.done.workers.stream(
                     self._lost, pairs, ahead=self.done.allowance.in_flight
                 ):
-                    total += found
+                    total += loss
                     give_back_holes()
             _close(places)
         return total / sum(len(self.sequences[number]) for number in numbers)
@@ -347,7 +347,7 @@ class TuningRun:
             pair: a sequence after the quantized layers, and after the original ones.
         """
         hidden, original = (state.hidden for state in pair)
-        found = torch.empty_like(hidden)
+        gradient = torch.empty_like(hidden)
         for part in self.stream.parts(hidden.shape[1]):
             with torch.enable_grad():
                 leaf = hidden[:, part].requires_grad_()
@@ -355,8 +355,8 @@ class TuningRun:
             _, slope = algorithm.divergence(
                 logits.detach()[0], self.stream.finish(original[:, part])[0]
             )
-            (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None].div_(tokens))
-        return found
+            (gradient[:, part],) = torch.autograd.grad(logits, leaf, slope[None].div_(tokens))
+        return gradient
 
     def _back(
         self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates

@@ -33,7 +33,7 @@ from quantflow.quantizing.shards.share import WHOLE, CardShare
 
 FORMAT = FORMATS[DEFAULT]
 # full name of a tensor -> the file that holds it, and where
-Stored = Mapping[str, tuple[Path, TensorInfo]]
+StoredTensors = Mapping[str, tuple[Path, TensorInfo]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class FileBlock:
 def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
     """The block of a decoder layer."""
     inside = f"{layer.prefix}."
-    found = [
+    tensors = [
         (file, info)
         for name, (file, info) in source.checkpoint.tensors.items()
         if name.startswith(inside)
@@ -156,7 +156,7 @@ def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
         path=f"layers/{layer.index:05d}.safetensors",
         key=layer.index,
         folder=source.checkpoint.folder,
-        tensors=tuple(sorted(found, key=lambda item: (item[0], item[1].offset, item[1].name))),
+        tensors=tuple(sorted(tensors, key=lambda item: (item[0], item[1].offset, item[1].name))),
         schemes={name: plan.schemes[name] for name in layer.linears},
         groups=tuple(group.linears for group in layer.groups),
         algorithm=plan.algorithm,
@@ -267,7 +267,7 @@ class ValuesDigest:
 
 
 def decoded_rows(
-    name: str, scheme: LinearScheme, stored: Stored, *, first: int, count: int, columns: int
+    name: str, scheme: LinearScheme, stored: StoredTensors, *, first: int, count: int, columns: int
 ) -> QuantizedLinear:
     """Some rows of a quantized linear, with the tensors that all rows share.
 

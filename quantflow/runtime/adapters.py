@@ -193,9 +193,9 @@ def _refuse_shared(model: nn.Module, linears: dict[str, nn.Module]) -> None:
     Raises:
         UsageError: naming the linear.
     """
-    shared: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     for name, linear in linears.items():
-        if getattr(shared, "weight", None) is linear.weight:
+        if getattr(embedding, "weight", None) is linear.weight:
             raise UsageError(
                 f"{name}: its weight is the embedding's too", "leave the adapter beside it"
             )

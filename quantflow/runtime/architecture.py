@@ -116,7 +116,7 @@ class Blueprint:
         heads, form: attention and layers, alike in all layers.
         windows: for each layer, how many positions a query sees, itself included; 0: all before it.
         ropes: the rotary embeddings.
-        rotations: for each layer, which of `ropes` it has; None for none.
+        rope_of_layer: index into `ropes` of each layer; None for none.
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
@@ -134,7 +134,7 @@ class Blueprint:
     form: Form
     windows: tuple[int, ...]
     ropes: tuple[Rope, ...]
-    rotations: tuple[int | None, ...]
+    rope_of_layer: tuple[int | None, ...]
     sparse: tuple[bool, ...]
     mixture: Mixture | None = None
     routing: Routing | None = None
@@ -355,9 +355,9 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         vocab_size=keys.count("vocab_size"),
         positions=positions,
         heads=Heads(
-            query=num_heads,
-            shared=num_kv_heads,
-            dim=head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             scale=scale,
             eps=keys.number(design.eps_key),
             cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
@@ -372,7 +372,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         ),
         windows=tuple(windows),
         ropes=ropes,
-        rotations=rope_of_layer,
+        rope_of_layer=rope_of_layer,
         sparse=sparse,
         mixture=row.mixture if any(sparse) else None,
         routing=routing,

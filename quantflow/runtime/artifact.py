@@ -58,7 +58,7 @@ _OTHER_MODEL = "check that config.json belongs to these weights"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class RunnableLinear:
     """A quantized linear before it is read: how it is stored, and how it will run.
 
     Attributes:
@@ -110,7 +110,7 @@ class Artifact:
     names: tuple[str, ...]
     head: str
     caches: dict[str, int]
-    linears: dict[str, Placement]
+    linears: dict[str, RunnableLinear]
     dtype: torch.dtype
     device: torch.device
     kv_cache: TensorScheme | None = None
@@ -447,7 +447,7 @@ def _with_backends(
         scheme, chosen, reasons = alike(
             Case(scheme=stored, device=device, shape=shape, dtype=dtype)
         )
-        linears[name] = Placement(
+        linears[name] = RunnableLinear(
             scheme=scheme,
             shape=shape,
             backend=chosen,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.distributed.wire import Wire
+from quantflow.distributed.communicator import Communicator
 from quantflow.errors import InputError, UsageError
 from quantflow.files.canonical import read_json
 from quantflow.files.disk import write_atomic
@@ -76,16 +76,16 @@ def run(
         )
     with (
         rank_processes.bound("generate", asked=job.bind),
-        rank_processes.joined("generate", world) as wire,
+        rank_processes.joined("generate", world) as communicator,
     ):
         prompts: list[Prompt] = list(job.prompts)
-        if job.source is not None and (wire is None or wire.rank == 0):
+        if job.source is not None and (communicator is None or communicator.rank == 0):
             prompts += read_prompts(job.source, column=job.column, limit=job.limit)
         prompts *= job.repeat
         expected = _reference(job.reference)
-        loaded, adapted = _open(job, wire)
+        loaded, adapted = _open(job, communicator)
         result = rank_processes.drive(
-            loaded, wire, lambda led: _continue(job, led, prompts, stream, telling)
+            loaded, communicator, lambda led: _continue(job, led, prompts, stream, telling)
         )
     if result is None:
         return None
@@ -144,14 +144,14 @@ def _continue(
         )
         tell = None if spoken is None else spoken.put
         new = max(room[i] for i in batch)
-        found = generate(
+        generated = generate(
             decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options
         )
         if spoken is not None:
             spoken.end()
         for i, row in zip(
             (i for i in batch for _ in range(job.returned)),
-            found[:, ids.shape[1] :].tolist(),
+            generated[:, ids.shape[1] :].tolist(),
             strict=True,
         ):
             tokens = _own(row[: room[i]], options["eos_token_id"], options["stop"])
@@ -223,7 +223,7 @@ def _check(job: GenerateJob) -> None:
         raise UsageError("generate: merge without an adapter", "give --adapter")
 
 
-def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
+def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, Adapted | None]:
     """The loaded artifact, and the linears that the adapter went into.
 
     An adapter and weights on disk go with transformers' modules.
@@ -240,7 +240,7 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
             "device": job.device,
         }
         options["compiled"] = job.torch_compile
-        return load(job.artifact, wire=wire, **options), None
+        return load(job.artifact, communicator=communicator, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         cause = (
             f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack "

@@ -33,7 +33,7 @@ from quantflow.runtime.operations import (
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.ranks.tensor_parallel import Ranks
-from quantflow.runtime.routed_experts import Expert, RoutedExperts
+from quantflow.runtime.routed_experts import ExpertProjections, RoutedExperts
 from quantflow.runtime.row_adapters import RowAdapters
 
 
@@ -50,7 +50,7 @@ def why_not(artifact: Artifact) -> str | None:
         return "it holds weights in float32 or bfloat16, not in float16"
     if note := artifact.manifest.get("lean_decoder"):
         return f"export compared it: {note}"
-    return operations.why_not(blueprint.heads.dim)
+    return operations.why_not(blueprint.heads.head_dim)
 
 
 class LeanDecoder:
@@ -103,8 +103,8 @@ class LeanDecoder:
         require_kind(kv_cache)
         shape = {
             "layers": blueprint.layers,
-            "kv_heads": blueprint.heads.shared,
-            "head_dim": blueprint.heads.dim,
+            "kv_heads": blueprint.heads.num_kv_heads,
+            "head_dim": blueprint.heads.head_dim,
         }
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
@@ -343,7 +343,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         experts=experts,
         **norms,
         window=blueprint.windows[index],
-        rope=blueprint.rotations[index],
+        rope=blueprint.rope_of_layer[index],
     )
 
 
@@ -361,7 +361,7 @@ def _experts(
     routing, names = blueprint.routing, blueprint.mixture
     assert routing is not None and names is not None  # a layer is sparse
 
-    def expert(place: str, linears: Sequence[str]) -> Expert:
+    def expert(place: str, linears: Sequence[str]) -> ExpertProjections:
         gate, up, down = (f"{place}.{name}" for name in linears)
         return projection(artifact, [gate, up], pack), projection(artifact, [down], pack)
 
@@ -389,7 +389,7 @@ def _by_kind_of_head(blueprint: Blueprint) -> Tensor:
 
     int64 [3 heads dim].
     """
-    heads, dim = blueprint.heads.query, blueprint.heads.dim
+    heads, dim = blueprint.heads.num_heads, blueprint.heads.head_dim
     return torch.arange(heads * 3 * dim).view(heads, 3, dim).transpose(0, 1).reshape(-1)
 
 

@@ -96,9 +96,9 @@ class LeanCheck:
         shape = {
             "rows": 1,
             "layers": 1,
-            "kv_heads": blueprint.heads.shared,
+            "kv_heads": blueprint.heads.num_kv_heads,
             "capacity": positions,
-            "head_dim": blueprint.heads.dim,
+            "head_dim": blueprint.heads.head_dim,
         }
         cache = KVCache(kind=kind, scales=scales, **shape)
         operations = Operations(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.core import scheme
-from quantflow.distributed.wire import Wire
+from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files import signing
 from quantflow.files.canonical import read_json
@@ -87,7 +87,7 @@ def load(
     pack: bool = False,
     exact: bool = False,
     compiled: bool = False,
-    wire: Wire | None = None,
+    communicator: Communicator | None = None,
     require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
     """Open an artifact, or a model that is not quantized.
@@ -117,8 +117,8 @@ def load(
             `auto` then means them.
         require_signature: public key, PEM, or identity that the signature beside the artifact has
             to have; checked first.
-        wire: connection to the other processes that share the model; this one then holds its part
-            of the lean decoder alone.
+        communicator: connection to the other processes that share the model; this one then holds
+            its part of the lean decoder alone.
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -145,9 +145,10 @@ def load(
     why = "it was not asked for"
     if compiled and decoder == "auto":
         decoder, why = "transformers", "torch_compile was asked for"
-    if wire is not None and (decoder == "transformers" or device.type != "cpu"):
+    if communicator is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(
-            f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu"
+            f"{communicator.world} ranks: decoder {decoder} on {device}",
+            "share the lean decoder, on cpu",
         )
     if device.type not in _MISSING:
         raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
@@ -169,7 +170,9 @@ def load(
             )
         manifest = read_manifest(folder)
         rounds = not exact and rounds_inputs(manifest)
-        kept = _pack(folder, manifest["digest"], (backend, dtype, rounds), wire, verify=verify)
+        kept = _pack(
+            folder, manifest["digest"], (backend, dtype, rounds), communicator, verify=verify
+        )
         # the weights' own files are not read, and the pack has been checked
         if kept.complete and verify:
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
@@ -186,8 +189,10 @@ def load(
         inputs=inputs,
     )
     reason = why if decoder == "transformers" else lean.why_not(artifact)
-    if reason is None or decoder == "lean" or wire is not None:
-        ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
+    if reason is None or decoder == "lean" or communicator is not None:
+        ranks = (
+            None if communicator is None or reason is not None else Ranks(artifact, communicator)
+        )
         share = artifact if ranks is None else ranks.artifact
         lean_decoder = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
@@ -205,7 +210,12 @@ def load(
 
 
 def _pack(
-    folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool
+    folder: Path,
+    digest: str,
+    asked: tuple[object, ...],
+    communicator: Communicator | None,
+    *,
+    verify: bool,
 ) -> packed.Pack:
     """The pack of an artifact for these choices on this machine.
 
@@ -215,7 +225,7 @@ def _pack(
     choices = (
         *asked,
         native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None,
-        wire and (wire.rank, wire.world),
+        communicator and (communicator.rank, communicator.world),
     )
     code = [
         Path(module.__file__ or "")

@@ -92,7 +92,11 @@ class ListedTensors:
             UnsupportedDesign: a size that config.json does not say.
         """
         names = blueprint.names
-        self._names, self._kv_heads, self._layers = names, blueprint.heads.shared, blueprint.layers
+        self._names, self._kv_heads, self._layers = (
+            names,
+            blueprint.heads.num_kv_heads,
+            blueprint.layers,
+        )
         self._block = None if blueprint.mixture is None else blueprint.mixture.block
         self._tied = design.tied
         if keys.has("tie_word_embeddings"):
@@ -187,7 +191,7 @@ def _linears(
 ) -> Iterator[tuple[str, tuple[int, int], bool]]:
     """Every linear, its (out_features, in_features), and whether it has a bias."""
     names, hidden, heads = blueprint.names, keys.count("hidden_size"), blueprint.heads
-    queries, values = heads.query * heads.dim, heads.shared * heads.dim
+    queries, values = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     for index, sparse in enumerate(blueprint.sparse):
         prefix = f"{names.layers}.{index}"
         qkv = (queries, values, values)
@@ -230,14 +234,14 @@ def _of_mixture(
 def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
     """Every norm and its length."""
     names, heads, hidden = blueprint.names, blueprint.heads, keys.count("hidden_size")
-    queries, values = (heads.query, heads.shared) if heads.whole_norms else (1, 1)
+    queries, values = (heads.num_heads, heads.num_kv_heads) if heads.whole_norms else (1, 1)
     inside = (
         (names.attention_norm, hidden),
         (names.attended_norm, hidden),
         (names.mlp_norm, hidden),
         (names.gated_norm, hidden),
-        (names.q_norm, queries * heads.dim),
-        (names.k_norm, values * heads.dim),
+        (names.q_norm, queries * heads.head_dim),
+        (names.k_norm, values * heads.head_dim),
     )
     for index in range(blueprint.layers):
         yield from (

@@ -33,17 +33,17 @@ class Heads:
     """The attention of a model.
 
     Attributes:
-        query, shared: query heads, and key/value heads.
-        dim: features of a head.
+        num_heads, num_kv_heads: query heads, and kv heads.
+        head_dim: features of a head.
         scale: factor of the scores.
         eps: epsilon of all norms.
         cap: scores become cap * tanh(score / cap); 0: they stay.
         whole_norms: norms of queries and keys are of all heads at once.
     """
 
-    query: int
-    shared: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     eps: float
     cap: float = 0.0
@@ -350,9 +350,9 @@ class Operations:
             rows=cache.rows,
             block=cache.capacity,
             width=1,
-            query_heads=heads.query,
-            kv_heads=heads.shared,
-            head_dim=heads.dim,
+            query_heads=heads.num_heads,
+            kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
             kind=tuple(KINDS).index(cache.kind),
             whole_norms=heads.whole_norms,
             centered=form.centered,
@@ -396,7 +396,7 @@ class Operations:
                 `cache.capacity` to a row.
             padding: [B] int64, columns at the left of each sequence that are no text.
         """
-        step, group = self._step, self._heads.query // self._heads.shared
+        step, group = self._step, self._heads.num_heads // self._heads.num_kv_heads
         counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
         tiles = torch.tensor([*accumulate(counts, initial=0)])
         self._rows = (padding, first, start, table, tiles)  # C has their addresses
@@ -481,15 +481,15 @@ class Operations:
         """Rotate, write to the cache and attend.
 
         Args:
-            qkv: [N, (query + 2 shared) * dim], changed.
+            qkv: [N, (num_heads + 2 num_kv_heads) * head_dim], changed.
             layer: index of the layer.
 
         Returns:
-            [N, query * dim].
+            [N, num_heads * head_dim].
         """
         heads, structure = self._heads, self._structures[layer]
         self._library.rope_store(self._step, structure, qkv.data_ptr())
-        out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
+        out = self._room("attention", qkv.shape[0], heads.num_heads * heads.head_dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
 

@@ -37,7 +37,7 @@ from quantflow.files.safetensors_header import read_header
 from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.models.reading import bytes_of
 
-Parts = dict[str, Tensor]
+PackedTensors = dict[str, Tensor]
 _LINE = 64  # bytes of a line of the cache
 _SIDE = 64  # words of 8 bytes of a row and of a column of a block
 _BLOCK = 8 * _SIDE**2  # bytes
@@ -66,7 +66,7 @@ class Pack:
             if disk.writable_by_others(place):
                 cause = f"{place}: others may write to it, and it decides what the model says"
                 raise InputError(cause, f"remove {path.parent}; it is made again")
-        self._kept: dict[str, Parts] = {}
+        self._kept: dict[str, PackedTensors] = {}
         for name, tensor in (_read(path, verify=verify) if self.complete else {}).items():
             key, _, part = name.rpartition("|")
             self._kept.setdefault(key, {})[part] = tensor
@@ -75,7 +75,7 @@ class Pack:
         """Whether something is kept under a key."""
         return key in self._kept
 
-    def get(self, key: str, make: Callable[[], Parts]) -> Parts:
+    def get(self, key: str, make: Callable[[], PackedTensors]) -> PackedTensors:
         """The tensors kept under a key, made now if there are none."""
         if key not in self._kept:
             self._kept[key] = make()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantflow.runtime.operations import Projection
 
-Expert = tuple[Projection, Projection]  # gate and up side by side, down
+ExpertProjections = tuple[Projection, Projection]  # gate and up side by side, down
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,10 +34,10 @@ class RoutedExperts:
     """
 
     router: Projection
-    experts: Sequence[Expert]
+    experts: Sequence[ExpertProjections]
     chosen: int
     normalized: bool
-    shared: tuple[Expert, Projection] | None = None
+    shared: tuple[ExpertProjections, Projection] | None = None
 
     def __call__(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
         """The output of the experts for hidden states.

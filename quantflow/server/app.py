@@ -54,7 +54,11 @@ def application(site: Site) -> ASGIApp:
     }
     middleware = [
         Middleware(
-            _Gate, key=key, free=free, hosts=allowed_hosts(job, key), openai=_openai_paths(routes)
+            _KeyCheck,
+            key=key,
+            free=free,
+            hosts=allowed_hosts(job, key),
+            openai=_openai_paths(routes),
         )
     ]
     if job.cors_allow_origin:
@@ -108,7 +112,7 @@ def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
     return frozenset({*LOOPBACK, "[::1]", *job.allowed_host})
 
 
-class _Gate:
+class _KeyCheck:
     """Refuses requests without the key, and those under another host name."""
 
     def __init__(
@@ -148,9 +152,9 @@ class _Gate:
         method = "GET" if request.method == "HEAD" else request.method
         if self._key is None or (method, request.url.path) in self._free or method == "OPTIONS":
             return None
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
         # starlette decodes headers as latin-1, so this gives the bytes that came
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         return (
             None
             if right and scheme.lower() == "bearer"

@@ -287,10 +287,10 @@ class Service:
                 tuple(tokens or ()) if text is None else await model.encode(text, rendered=rendered)
             )
             ids = ids if asked.truncate is None else ids[-asked.truncate :]
-            known = model.loaded.decoder.vocab_size
-            wrong = next((token for token in ids if not 0 <= token < known), None)
+            vocabulary = model.loaded.decoder.vocab_size
+            wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
             if wrong is not None:
-                raise invalid(f"token {wrong} is not one of {known}")
+                raise invalid(f"token {wrong} is not one of {vocabulary}")
             most = {
                 "max_input_tokens": model.max_input_tokens,
                 "max_total_tokens": model.max_total_tokens,
@@ -298,7 +298,7 @@ class Service:
             answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
             answer.prompt = ids
             masks = await self._masks(model, asked, count)
-            bias = _bias(asked.logit_bias, known)
+            bias = _bias(asked.logit_bias, vocabulary)
             timings.checked = time.monotonic()
             first_seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for row in range(count):
@@ -367,11 +367,11 @@ def _bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     Raises:
         Refused: a key is no token, or a value lies outside -100 to 100.
     """
-    found = {}
+    by_token = {}
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
             raise invalid(f"`logit_bias`: {key[:20]!r} is not one of {vocab_size} tokens")
         if not -100 <= value <= 100:
             raise invalid("`logit_bias` must be >= -100.0 and <= 100.0")
-        found[int(key)] = value
-    return found
+        by_token[int(key)] = value
+    return by_token

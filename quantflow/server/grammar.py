@@ -140,10 +140,10 @@ def _text_of(grammar: Grammar) -> str:
         _require_size(text)
         return str(LLMatcher.grammar_from_json_schema(text))
     if grammar.type == "choice":
-        words = value if isinstance(value, list) else []
-        if not words or not all(isinstance(word, str) and word for word in words):
+        choices = value if isinstance(value, list) else []
+        if not choices or not all(isinstance(word, str) and word for word in choices):
             raise invalid("grammar is not valid: choices are texts, one or more")
-        text = "start: " + " | ".join(map(json.dumps, words))
+        text = "start: " + " | ".join(map(json.dumps, choices))
         _require_size(text)
         return str(LLMatcher.grammar_from_lark(text))
     if not isinstance(value, str) or not value:

@@ -165,17 +165,17 @@ class Serving:
 
     async def _bytes(self, request: Request) -> bytes:
         most = self._patience.body_bytes
-        told = f"length limit exceeded: {most} bytes are allowed"
+        cause = f"length limit exceeded: {most} bytes are allowed"
         declared = request.headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
-            raise Refused("payload_too_large", told)
+            raise Refused("payload_too_large", cause)
         pieces, size = [], 0
         try:
             async with asyncio.timeout(self._patience.seconds):
                 async for piece in request.stream():
                     size += len(piece)
                     if size > most:
-                        raise Refused("payload_too_large", told)
+                        raise Refused("payload_too_large", cause)
                     pieces.append(piece)
         except TimeoutError:
             raise Refused(
@@ -204,8 +204,8 @@ def typed(kind: type[Body], value: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
-        told = f"Failed to deserialize the JSON body into the target type: {where}: {first['msg']}"
-        raise Refused("validation", told) from None
+        cause = f"Failed to deserialize the JSON body into the target type: {where}: {first['msg']}"
+        raise Refused("validation", cause) from None
     except RecursionError:
         raise Refused("bad_json", "Failed to parse the request body as JSON: too deep") from None
 

@@ -183,9 +183,13 @@ class ServedModel:
             raise bad_template("template not found")
 
         def work() -> str:
-            given = {"template": self._template, "tools": tools, "options": options}
+            options_of_template = {"template": self._template, "tools": tools, "options": options}
             return chat_template.render(
-                self.tokenizer, messages, answer=True, renderer=self._renderer, **given
+                self.tokenizer,
+                messages,
+                answer=True,
+                renderer=self._renderer,
+                **options_of_template,
             )
 
         try:
@@ -226,10 +230,10 @@ class ServedModel:
                 special=not rendered,
                 offsets=offsets,
             )
-            found: BatchEncoding = await self._in_thread(work)
+            encoding: BatchEncoding = await self._in_thread(work)
         except InputError as error:
             raise invalid(error.cause) from error
-        return found
+        return encoding
 
     async def _in_thread(
         self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None

@@ -94,12 +94,14 @@ async def completions(call: HttpCall) -> Response | EventStream:
     try:
         async with site.models.using(body.model) as model:
             for prompt in prompts:
-                words = (
+                prompt_fields = (
                     {"text": prompt}
                     if isinstance(prompt, str)
                     else {"text": None, "tokens": prompt}
                 )
-                answers.append(await _begin(site, model, asked, timings, adapter=adapter, **words))
+                answers.append(
+                    await _begin(site, model, asked, timings, adapter=adapter, **prompt_fields)
+                )
     except BaseException:
         for answer in answers:
             answer.__exit__(None, None, None)
@@ -204,7 +206,7 @@ def _options(body: ChatBody) -> dict[str, Any]:
     Raises:
         Refused: a name is one of the tokenizer's own.
     """
-    given = body.chat_template_kwargs or {}
+    options = body.chat_template_kwargs or {}
     own = {
         "chat_template",
         "tokenize",
@@ -224,9 +226,9 @@ def _options(body: ChatBody) -> dict[str, Any]:
         "return_assistant_tokens_mask",
         "processor_kwargs",
     }
-    if taken := own & given.keys():
+    if taken := own & options.keys():
         raise invalid(f"`chat_template_kwargs` must not hold {', '.join(sorted(taken))}")
-    return given | ({} if body.guideline is None else {"guideline": body.guideline})
+    return options | ({} if body.guideline is None else {"guideline": body.guideline})
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -239,17 +241,17 @@ def _plain(message: Message) -> dict[str, Any]:
         if other is not None:
             raise invalid(f"`messages` hold a part of type {other[:40]!r}; this model reads text")
         content = "".join(part.text or "" for part in content)
-    found: dict[str, Any] = {"role": message.role, "content": content or ""}
-    found |= {
+    message_fields: dict[str, Any] = {"role": message.role, "content": content or ""}
+    message_fields |= {
         name: value
         for name in ("name", "tool_call_id")
         if (value := getattr(message, name)) is not None
     }
     if message.tool_calls:
-        found["tool_calls"] = [
+        message_fields["tool_calls"] = [
             _earlier(one.model_dump(exclude_none=True)) for one in message.tool_calls
         ]
-    return found
+    return message_fields
 
 
 def _earlier(call: dict[str, Any]) -> dict[str, Any]:

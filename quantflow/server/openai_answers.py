@@ -98,7 +98,7 @@ class ChatWriter:
         self._parallel, self._logprobs = parallel, logprobs
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
         self._head = Head(model, name=name, prefix="chatcmpl", **kinds)
-        self._told: dict[int, int] = {}  # choice -> characters that were sent
+        self._sent: dict[int, int] = {}  # choice -> characters that were sent
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Answers as a whole."""
@@ -116,13 +116,13 @@ class ChatWriter:
         text, calls = (
             self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
         )
-        told = self._told.get(index, 0)
+        sent = self._sent.get(index, 0)
         logprobs = None
         if self._logprobs and not _ends(piece):
             logprobs = {"content": [chat_logprob(self._model, piece)]}
-        shown = text[told:]
+        shown = text[sent:]
         if shown or (logprobs and not piece.finish):
-            self._told[index] = told + len(shown)
+            self._sent[index] = sent + len(shown)
             events.append(self.event([_chunk(index, {"content": shown}, logprobs=logprobs)]))
             logprobs = None
         if calls:
@@ -239,22 +239,22 @@ class CompletionWriter:
         The likeliest tokens have the chosen one among them or after them. A special token takes no
         room in the text.
         """
-        words = self._model.vocabulary
-        told: list[PromptToken | AnswerPiece] = [
+        vocabulary = self._model.vocabulary
+        shown: list[PromptToken | AnswerPiece] = [
             *(answer.prefill if self._echo and whole else ()),
             *pieces,
         ]
-        tokens = [words.within(one.id) for one in told]
+        tokens = [vocabulary.within(one.id) for one in shown]
         tops = list[Any]()
         offsets = list[int]()
         place = self._places.get(index, 0)
-        for one, token in zip(told, tokens, strict=True):
-            likeliest = {words.within(top.id): top.logprob for top in one.top}
+        for one, token in zip(shown, tokens, strict=True):
+            likeliest = {vocabulary.within(top.id): top.logprob for top in one.top}
             tops.append(None if one.logprob is None else {**likeliest, token: one.logprob})
             offsets.append(place)
-            place += 0 if one.id in words.special else len(token)
+            place += 0 if one.id in vocabulary.special else len(token)
         self._places[index] = place
-        logprobs = [one.logprob for one in told]
+        logprobs = [one.logprob for one in shown]
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,

@@ -44,16 +44,16 @@ def description(endpoints: Sequence[Endpoint], *, key: bool) -> dict[str, Any]:
     for endpoint in endpoints:
         if endpoint.shown:
             paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "quantflow serve", "version": __version__},
         "paths": paths,
         "components": {"schemas": {**schemas.get("$defs", {}), "ErrorResponse": _ERROR}},
     }
     if key:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:

@@ -239,8 +239,8 @@ def bound(job: ServeJob) -> socket.socket:
         listening.bind((job.host, job.port))
     except OSError as error:
         listening.close()
-        told = f"{job.host}:{job.port}: {error.strerror or error}"
-        raise ResourceError(told, "choose another --port, or --port 0 for a free one") from error
+        cause = f"{job.host}:{job.port}: {error.strerror or error}"
+        raise ResourceError(cause, "choose another --port, or --port 0 for a free one") from error
     return listening
 
 

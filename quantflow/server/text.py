@@ -56,10 +56,12 @@ class AnswerText:
         self._stream.end()
         length = len(self._whole)
         if stopped:
-            found = [
-                (int(one.found), len(one.stop)) for one in self._searches if one.found < math.inf
+            stops = [
+                (int(one.position), len(one.stop))
+                for one in self._searches
+                if one.position < math.inf
             ]
-            place, size = min(found, default=(length, 0))
+            place, size = min(stops, default=(length, 0))
             length = place + size * self._keeps_stop
         return self._whole[before:], self._show(length)
 
@@ -86,13 +88,13 @@ class StopSearch:
 
     Attributes:
         stop: the string.
-        found: position of its first occurrence; infinity without one.
+        position: position of its first occurrence; infinity without one.
     """
 
     def __init__(self, stop: str) -> None:
         """Begin before the text."""
         self.stop = stop
-        self.found = math.inf
+        self.position = math.inf
         # characters of the text, and those of the string that stand at its end
         self._length = self._same = 0
         # borders[n]: length of the longest proper beginning of stop[:n + 1] that is also its end;
@@ -102,19 +104,19 @@ class StopSearch:
     @property
     def begin(self) -> float:
         """The position from which on the text may belong to the string."""
-        return min(self.found, self._length - self._same)
+        return min(self.position, self._length - self._same)
 
     def put(self, piece: str) -> None:
         """Add to the text."""
         for character in piece:
             self._length += 1
-            if self.found < math.inf:
+            if self.position < math.inf:
                 continue
             while self._same and self.stop[self._same] != character:
                 self._same = self._borders[self._same - 1]
             self._same += self.stop[self._same] == character
             if self._same == len(self.stop):
-                self.found = self._length - self._same
+                self.position = self._length - self._same
             elif self._same > len(self._borders):
                 self._borders.append(self._border())
 

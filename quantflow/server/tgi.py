@@ -116,10 +116,12 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
     """The JSON of an answer, and TGI's headers."""
     timings = Timings()
     parameters = body.parameters
-    words: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
+    arguments: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
     async with (
         site.models.using(parameters.adapter_id) as model,
-        site.answering(lambda: _begin(site, model, asked_by(parameters), body, **words)) as answer,
+        site.answering(
+            lambda: _begin(site, model, asked_by(parameters), body, **arguments)
+        ) as answer,
     ):
         await answer.finish()
     best = answer.best()
@@ -137,7 +139,7 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
 
 
 async def _begin(
-    site: Site, model: ServedModel, asked: Asked, body: GenerateBody, **words: Any
+    site: Site, model: ServedModel, asked: Asked, body: GenerateBody, **arguments: Any
 ) -> Answer:
     """Submit a prompt: text, or token ids where the server takes those.
 
@@ -146,7 +148,7 @@ async def _begin(
             ids.
     """
     if not site.job.token_ids:
-        return await site.service.answer(model, asked, text=body.inputs, **words)
+        return await site.service.answer(model, asked, text=body.inputs, **arguments)
     pieces = [piece.strip() for piece in body.inputs.split(",")] if body.inputs else []
     wrong = next(
         (
@@ -159,7 +161,7 @@ async def _begin(
     if wrong is not None:
         raise invalid(f"`inputs` must be token ids with commas between them. Given: {wrong[:20]!r}")
     return await site.service.answer(
-        model, asked, text=None, tokens=[int(piece) for piece in pieces], **words
+        model, asked, text=None, tokens=[int(piece) for piece in pieces], **arguments
     )
 
 
@@ -272,7 +274,7 @@ def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[
     """The `details` of one continuation."""
     model = answer.model
     details = parameters.details
-    found: dict[str, Any] = {
+    table: dict[str, Any] = {
         "finish_reason": str(row.finish),
         "generated_tokens": len(row.pieces),
         "seed": row.seed,
@@ -280,13 +282,14 @@ def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[
         "tokens": [token_json(piece) for piece in row.pieces] if details else [],
     }
     if parameters.decoder_input_details:
-        words = model.vocabulary
-        found["prefill"] = [
-            {"id": t.id, "text": words.text(t.id), "logprob": t.logprob} for t in answer.prefill
+        vocabulary = model.vocabulary
+        table["prefill"] = [
+            {"id": t.id, "text": vocabulary.text(t.id), "logprob": t.logprob}
+            for t in answer.prefill
         ]
     if parameters.top_n_tokens:
-        found["top_tokens"] = [tops_json(model, piece.top) for piece in row.pieces]
-    return found
+        table["top_tokens"] = [tops_json(model, piece.top) for piece in row.pieces]
+    return table
 
 
 _ANSWER = {

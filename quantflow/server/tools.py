@@ -68,7 +68,7 @@ def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]
     """
     marked = _CALL.findall(text)
     outside = _CALL.sub("", text) if marked else ""
-    found = []
+    calls = []
     for piece in marked or [text]:
         try:
             value = json.loads(piece)
@@ -83,10 +83,10 @@ def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]
             arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         )
         function = {"name": value["name"], "arguments": written}
-        found.append(
+        calls.append(
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         )
-    return outside if outside.strip() else "", found
+    return outside if outside.strip() else "", calls
 
 
 def before_call(text: str) -> int:

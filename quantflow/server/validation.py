@@ -147,8 +147,10 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
         "`seed` must not be set when `best_of` > 1",
     )
     top_n = limits.max_top_n_tokens if asked.top_n_limit is None else asked.top_n_limit
-    given = asked.top_n_tokens or 0
-    _require(given <= top_n, f"`top_n_tokens` must be >= 0 and <= {top_n}. Given: {given}")
+    top_tokens = asked.top_n_tokens or 0
+    _require(
+        top_tokens <= top_n, f"`top_n_tokens` must be >= 0 and <= {top_n}. Given: {top_tokens}"
+    )
     _require(text != "", "`inputs` cannot be empty")
 
 
@@ -181,8 +183,8 @@ def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_to
     _require(prompt > 0, "`inputs` cannot be empty")
     new = asked.max_new_tokens
     if new is not None and prompt + new > max_total_tokens:
-        told = f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}"
-        raise invalid(f"{told}. Given: {prompt} `inputs` tokens and {new} `max_new_tokens`")
+        cause = f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}"
+        raise invalid(f"{cause}. Given: {prompt} `inputs` tokens and {new} `max_new_tokens`")
     _require(
         prompt <= max_input_tokens,
         f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}",
@@ -198,8 +200,8 @@ def _check_best_of(asked: Asked, limits: Limits) -> None:
             not asked.prefill or asked.echoes,
             "`decoder_input_details` == true is not supported when streaming tokens",
         )
-    told = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
-    _require(0 < best_of <= limits.max_best_of, told)
+    cause = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+    _require(0 < best_of <= limits.max_best_of, cause)
     _require(best_of == 1 or asked.samples, "you must use sampling when `best_of` is > 1")
     choices = 1 if asked.choices is None else asked.choices
     most = limits.max_client_batch_size

@@ -33,12 +33,12 @@ def command_of(job: ServeJob) -> list[str]:
         UsageError: vLLM has no counterpart for an option.
         UnsupportedError: vLLM does not read the artifact's format.
     """
-    for record, known in ((job, _PASSED_ON), (job.limits, _LIMITS_PASSED_ON)):
+    for record, passed in ((job, _PASSED_ON), (job.limits, _LIMITS_PASSED_ON)):
         for field in dataclasses.fields(record):
             declared = field.metadata.get(SETTING)
             if (
                 declared is not None
-                and field.name not in known
+                and field.name not in passed
                 and getattr(record, field.name) != field.default
             ):
                 raise UsageError(
@@ -99,8 +99,8 @@ def start(job: ServeJob) -> None:
         UnsupportedError: vLLM is not installed.
         QuantflowError: see `command_of`.
     """
-    words = command_of(job)
-    path = shutil.which(words[0])
+    command = command_of(job)
+    path = shutil.which(command[0])
     if path is None:
         raise UnsupportedError(
             f"--engine vllm: no `{COMMAND}` on PATH", "install vllm, in an environment of its own"
@@ -108,4 +108,4 @@ def start(job: ServeJob) -> None:
     # the key is not on the command line, where others see it
     key = {} if job.api_key is None else {"VLLM_API_KEY": job.api_key}
     sys.stdout.flush()
-    os.execve(path, words, {**os.environ, **key})
+    os.execve(path, command, {**os.environ, **key})

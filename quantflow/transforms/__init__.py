@@ -55,7 +55,7 @@ class Transform(Protocol):
         ...
 
 
-class Turn(Protocol):
+class HadamardTransform(Protocol):
     """Names that the module of a Hadamard rotation of the model exports."""
 
     NAME: str
@@ -96,6 +96,6 @@ class Turn(Protocol):
 
 
 _SMOOTHING: tuple[Transform, ...] = (smoothquant, awq)
-_TURNS: tuple[Turn, ...] = (hadamard,)
+_HADAMARD: tuple[HadamardTransform, ...] = (hadamard,)
 TRANSFORMS: dict[str, Transform] = {transform.NAME: transform for transform in _SMOOTHING}
-ROTATIONS: dict[str, Turn] = {turn.NAME: turn for turn in _TURNS}
+ROTATIONS: dict[str, HadamardTransform] = {transform.NAME: transform for transform in _HADAMARD}

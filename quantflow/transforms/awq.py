@@ -189,14 +189,14 @@ def clipped(
     # [G, g, g]
     blocks = torch.stack([hessian_sum[span, span] for span in groups.spans(features, size)])
 
-    found = {
+    cut_weights = {
         name: weight.new_empty(weight.shape, dtype=torch.float32)
         for name, weight in weights.items()
     }
 
     def unit(item: tuple[str, slice]) -> int:
         name, rows = item
-        found[name][rows], count = _cut(
+        cut_weights[name][rows], count = _cut(
             weights[name][rows].float(), blocks, scheme=scheme, scale_dtype=scale_dtype
         )
         return count
@@ -205,7 +205,7 @@ def clipped(
     for name, weight in weights.items():
         counts = workers.map(unit, [(name, rows) for rows in groups.row_units(weight)])
         shares[name] = sum(counts) / (len(weight) * len(blocks))
-    return found, shares
+    return cut_weights, shares
 
 
 def _weight_means(fold: Fold, *, features: int) -> Tensor:

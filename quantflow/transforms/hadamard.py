@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quantflow.core import groups
 from quantflow.core.orthogonal import (
-    Rotation,
+    HadamardRotation,
     mixed,
     rotate_columns_,
     rotate_rows_,
@@ -70,8 +70,8 @@ class Rotations:
         head: rotation of the values of each head; None where they stay.
     """
 
-    residual: Rotation
-    head: Rotation | None
+    residual: HadamardRotation
+    head: HadamardRotation | None
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,9 @@ def solve(*, hidden: int, head_dim: int, options: Mapping[str, Any]) -> Rotation
     return Rotations(residual=rotation(hidden, seed=chosen["seed"]), head=head)
 
 
-def reader(weight: Tensor, norm_weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
+def reader(
+    weight: Tensor, norm_weight: Tensor, by: HadamardRotation, *, dtype: torch.dtype
+) -> Tensor:
     """The weight of a linear that reads the residual through a norm: W diag(g) Q, in `dtype`.
 
     Args:
@@ -130,7 +132,7 @@ def reader(weight: Tensor, norm_weight: Tensor, by: Rotation, *, dtype: torch.dt
     return target
 
 
-def writer(weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
+def writer(weight: Tensor, by: HadamardRotation, *, dtype: torch.dtype) -> Tensor:
     """The weight [H, I] of a linear that writes the residual, Q^T W, rounded to `dtype`.
 
     A bias [H] becomes b Q.
@@ -140,7 +142,7 @@ def writer(weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
     return rotate_columns_(torch.empty(weight.shape, dtype=dtype), weight, by)
 
 
-def values(weight: Tensor, by: Rotation) -> Tensor:
+def values(weight: Tensor, by: HadamardRotation) -> Tensor:
     """The value projection with each head rotated, float32.
 
     It is a weight [heads * d, I] or a bias [heads * d].
@@ -151,7 +153,7 @@ def values(weight: Tensor, by: Rotation) -> Tensor:
     return torch.cat([rotate_columns_(torch.empty(head.shape), head, by) for head in heads])
 
 
-def value_reader(weight: Tensor, by: Rotation) -> Tensor:
+def value_reader(weight: Tensor, by: HadamardRotation) -> Tensor:
     """The weight [O, heads * d] of the output projection after its inputs' rotation, float32.
 
     Inputs are rotated head by head.
@@ -175,6 +177,6 @@ def mixed_reader(weight: Tensor, block: int) -> Tensor:
     return target
 
 
-def residual(hidden: Tensor, by: Rotation) -> Tensor:
+def residual(hidden: Tensor, by: HadamardRotation) -> Tensor:
     """A hidden state [..., H] of the rotated model."""
     return rotated(hidden, by)

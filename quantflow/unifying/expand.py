@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantflow.distributed.placement import Placement, layout, share
+from quantflow.distributed.placement import Placement, share, sharing
 from quantflow.errors import InputError, UsageError
 from quantflow.measuring.record import Measurement
 from quantflow.numerics.statistics import ONCE
@@ -77,9 +77,9 @@ def expand(
             placement = tensors[name]
             if placement["kind"] == "expert" and not placement["length"]:
                 continue
-            found = _cut(values, placement, site, rules)
+            kept = _cut(values, placement, site, rules)
             statistics |= {
-                str(Key(name, site, statistic)): value for statistic, value in found.items()
+                str(Key(name, site, statistic)): value for statistic, value in kept.items()
             }
         meta = {
             key: value
@@ -115,28 +115,28 @@ def _cut(
     values: Mapping[str, Tensor], placement: Placement, site: str, rules: Counter[tuple[str, str]]
 ) -> dict[str, Tensor]:
     """A share's statistics of one site; `rules` counts the rules that made them."""
-    how = layout(placement, site)
+    how = sharing(placement, site)
     if how == "same" or placement["kind"] == "expert":
         rules.update((statistic, _KEPT) for statistic in values)
         return dict(values)
-    found: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     part = slice(placement["offset"], placement["offset"] + placement["length"])
     for name, value in values.items():
         statistic = statistic_named(name)
         if how == "channels" and statistic.cut is not None:
-            rule, found[name] = _CUT, statistic.cut(value, part)
+            rule, kept[name] = _CUT, statistic.cut(value, part)
         elif how == "channels" and statistic.cards == ONCE:
-            rule, found[name] = _KEPT, value
+            rule, kept[name] = _KEPT, value
         elif (
             how == "channels"
             and statistic.maximum_of is not None
             and statistic.maximum_of in values
         ):
             channels = values[statistic.maximum_of][part]
-            rule, found[name] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
+            rule, kept[name] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
         elif not statistic.is_sum:
-            rule, found[name] = _BOUND, value
+            rule, kept[name] = _BOUND, value
         else:
             rule = _LEFT_OUT
         rules[name, rule] += 1
-    return found
+    return kept

@@ -61,7 +61,7 @@ def run(
             progress.say("unify: up to date")
             return output
         stage_folder.refuse_other_result(output, inputs, force=force)
-        triples = {rank: read_triple(found) for rank, found in files.items()}
+        triples = {rank: read_triple(files_of_rank) for rank, files_of_rank in files.items()}
         merged = unify_triples(triples, groups, world=world, allow_missing=allow_missing)
         with stage_folder.publish(output, stage="unify", inputs=inputs) as temporary:
             for rank, one in enumerate(merged):
@@ -85,15 +85,15 @@ def holds_account(folder: Path) -> bool:
 def summary(folder: Path) -> dict[str, Any]:
     """The record of a finished folder of `run`, all groups together."""
     account = read_json(folder / ACCOUNT)
-    told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
+    problems: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
     for group in account["groups"]:
         for key in ("missing", "outliers", "bounds"):
-            told[key] += group[key]
+            problems[key] += group[key]
     return {
         "folder": str(folder),
         "mesh": {"world": len(account["groups"])},
         "merged": account["merged"],
-        **told,
+        **problems,
     }
 
 
@@ -136,10 +136,10 @@ def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:
 def _tell(progress: Progress, rank: int, one: Merged) -> None:
     """Say what somebody should look at."""
     if one.account.outliers:
-        found = one.account.outliers[0]
+        outlier = one.account.outliers[0]
         progress.say(
-            f"unify: {found.key}: rank {found.rank} saw {found.amax:.4g}, the median rank "
-            f"{found.median:.4g} "
+            f"unify: {outlier.key}: rank {outlier.rank} saw {outlier.amax:.4g}, the median rank "
+            f"{outlier.median:.4g} "
             f"({len(one.account.outliers)} such, see {ACCOUNT})"
         )
     if one.missing:

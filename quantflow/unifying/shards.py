@@ -65,7 +65,7 @@ from quantflow.quantizing.shards.share import (
     shard_folders,
 )
 from quantflow.quantizing.static_inputs import LinearInput
-from quantflow.quantizing.weight_rows import Stored, Unit, decoded_rows
+from quantflow.quantizing.weight_rows import StoredTensors, Unit, decoded_rows
 
 REPORT = "joined.json"
 COLUMNS = ("linear", "joined", "cards", "channels", "requantized")
@@ -88,7 +88,7 @@ class OpenedShard:
     folder: Path
     inputs: Mapping[str, Any]
     share: CardShare
-    stored: Stored
+    stored: StoredTensors
     decisions: Mapping[str, Mapping[str, Any]]
 
     @property
@@ -97,7 +97,7 @@ class OpenedShard:
         return {key: value for key, value in self.inputs.items() if key != "share"}
 
 
-class Parts:
+class ShardParts:
     """The joined values of a unit of a linear: the cards' values, side by side.
 
     Attributes:
@@ -145,7 +145,7 @@ class Parts:
     def inputs(self, plan: Plan) -> dict[str, LinearInput]:
         """Each linear's input by the shards' records, which were made with one measurement."""
         first = self._shards[0]
-        found = {}
+        by_linear = {}
         for name, scheme in plan.schemes.items():
             if scheme is not None:
                 decisions = {
@@ -157,8 +157,10 @@ class Parts:
                     read_tensor(*first.stored[key]) if key in first.stored else None
                     for key in (f"{name}.input_scale", f"{name}.input_zero_point")
                 )
-                found[name] = LinearInput(scale=scale, zero_point=zero_point, decisions=decisions)
-        return found
+                by_linear[name] = LinearInput(
+                    scale=scale, zero_point=zero_point, decisions=decisions
+                )
+        return by_linear
 
     def _shared(self, name: str) -> tuple[Tensor, bool]:
         """The one scale of a weight, [1, 1], and whether it stands for zeros alone.
@@ -182,22 +184,22 @@ def open_shards(folder: Path) -> list[OpenedShard]:
             the first.
         IntegrityError: a file differs from its hash.
     """
-    found: dict[int, OpenedShard] = {}
+    by_rank: dict[int, OpenedShard] = {}
     for path in shard_folders(folder):
         inputs = stage_folder.require_done(path, stage=STAGE)["inputs"]
         placements, decisions = _recorded(path)
-        told: Any = inputs.get("share") if isinstance(inputs, dict) else None
+        share: Any = inputs.get("share") if isinstance(inputs, dict) else None
         check(
-            told,
+            share,
             RankOf,
             where=f"{path / stage_folder.DONE}: inputs.share",
             remedy="quantize that shard again",
         )
-        held = CardShare(rank=told["rank"], world=told["world"], placements=placements)
+        held = CardShare(rank=share["rank"], world=share["world"], placements=placements)
         shard = OpenedShard(
             folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions
         )
-        first = next(iter(found.values()), shard)
+        first = next(iter(by_rank.values()), shard)
         other = stage_folder.difference(first.made_from, shard.made_from)
         if other is not None:
             key, old, new = other
@@ -206,22 +208,22 @@ def open_shards(folder: Path) -> list[OpenedShard]:
                 f"{stage_folder.short(old)}",
                 "quantize all shards with one command",
             )
-        if shard.share.rank in found or shard.share.world != first.share.world:
+        if shard.share.rank in by_rank or shard.share.world != first.share.world:
             raise InputError(
                 f"{path}: is rank {shard.share.rank} of {shard.share.world}, so is another "
                 "folder, or that is of "
                 f"{first.share.world}",
                 "remove the folder that does not belong here",
             )
-        found[shard.share.rank] = shard
-    world = next(iter(found.values())).share.world
-    missing = [rank for rank in range(world) if rank not in found]
+        by_rank[shard.share.rank] = shard
+    world = next(iter(by_rank.values())).share.world
+    missing = [rank for rank in range(world) if rank not in by_rank]
     if missing:
         raise InputError(
             f"{folder}: shards {some(missing)} of {world} are missing",
             "run the same `quantflow quantize` again",
         )
-    return [found[rank] for rank in range(world)]
+    return [by_rank[rank] for rank in range(world)]
 
 
 def join(
@@ -325,7 +327,7 @@ def _round_together(
         The report's rows, in the order of the model's linears.
     """
     graph = graph_for(source.config)
-    parts = Parts(shards)
+    parts = ShardParts(shards)
     infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
     quantize_files(
         folder,
@@ -435,10 +437,10 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
             "give the model that was quantized with --model",
         ) from error
     expected = shards[0].inputs["model"]
-    found = identify(source.checkpoint, _digests(shards))
-    if found != expected:
+    actual = identify(source.checkpoint, _digests(shards))
+    if actual != expected:
         raise InputError(
-            f"{folder}: is model {found[:16]}, {shards[0].folder} was made from {expected[:16]}",
+            f"{folder}: is model {actual[:16]}, {shards[0].folder} was made from {expected[:16]}",
             "give the model that was quantized with --model",
         )
     other = stage_folder.difference(shards[0].inputs["tools"], tools())
@@ -495,13 +497,13 @@ def _from_rows(
         scale: scale of the whole weight, where it has one.
     """
     stop = unit.first + unit.count
-    found = []
+    pieces = []
     for (begin, end), shard in sorted(holders.items(), key=lambda item: item[0]):
         if max(begin, unit.first) < min(end, stop):
-            found.append(
+            pieces.append(
                 _rows(shard, unit, scheme=scheme, first=max(begin, unit.first), stop=min(end, stop))
             )
-    return join_rows(found, scale=scale)
+    return join_rows(pieces, scale=scale)
 
 
 def _from_columns(
@@ -533,7 +535,7 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return placements, decisions
 
 
-def _stored(folder: Path) -> Stored:
+def _stored(folder: Path) -> StoredTensors:
     stored: dict[str, tuple[Path, TensorInfo]] = {}
     for path in sorted((folder / "layers").glob("*.safetensors")):
         stored |= {name: (path, info) for name, info in read_header(path)[0].items()}

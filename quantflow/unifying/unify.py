@@ -87,7 +87,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
             progress.say("unify: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, inputs, force=job.force)
-        made, count = _made(job, metas, groups)
+        measurements, count = _made(job, metas, groups)
         hashes: dict[str, str] = {}
         with (
             stage_folder.publish(
@@ -96,7 +96,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
             # Workers end inside `publish`: no thread writes when the folder is finished or removed.
             Workers(AT_ONCE) as workers,
         ):
-            written = workers.stream(partial(_write, temporary, count), enumerate(made))
+            written = workers.stream(partial(_write, temporary, count), enumerate(measurements))
             for rank in progress.steps(range(count), stage="unify", unit="rank"):
                 files, unified = next(written)
                 hashes |= files
@@ -133,11 +133,11 @@ def _write(
 
 def _join(job: UnifyJob, progress: Progress) -> Path:
     """Put quantized shards together."""
-    for flag, given in (
+    for flag, is_set in (
         ("--expand", job.expand is not None),
         ("--allow-missing", job.allow_missing),
     ):
-        if given:
+        if is_set:
             raise UsageError(
                 f"unify: {flag} with quantized shards",
                 "every shard is needed; `quantize --ranks` makes more",
@@ -165,18 +165,18 @@ def summary(folder: Path) -> dict[str, Any]:
         return gaudi_unify.summary(folder)
     metas = [read_meta(rank) for rank in rank_folders(folder)]
     rules: Counter[tuple[str, str]] = Counter()
-    told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
+    problems: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
     for meta in metas:
         unified = meta.get("unified", {})
         for row in (*unified.get("merged", ()), *meta.get("expanded", {}).get("rules", ())):
             rules[row["statistic"], row["rule"]] += row["count"]
-        for name, values in told.items():
+        for name, values in problems.items():
             values += unified.get(name, ())
     merged = [
         dict(zip(COLUMNS, (*key, count), strict=True)) for key, count in sorted(rules.items())
     ]
     mesh = {key: metas[0]["mesh"][key] for key in ("world", "tp", "dp", "ep")}
-    return {"folder": str(folder), "mesh": mesh, "merged": merged, **told}
+    return {"folder": str(folder), "mesh": mesh, "merged": merged, **problems}
 
 
 def rank_folders(folder: Path) -> list[Path]:
@@ -267,10 +267,10 @@ def _made(
 def _tell(progress: Progress, rank: int, unified: dict[str, Any]) -> None:
     """Say what somebody should look at."""
     outliers = unified.get("outliers", [])
-    for found in outliers[:_TOLD]:
+    for outlier in outliers[:_TOLD]:
         progress.say(
-            f"unify: {found['key']}: rank {found['rank']} saw {found['amax']:.4g}, the median "
-            f"rank {found['median']:.4g}"
+            f"unify: {outlier['key']}: rank {outlier['rank']} saw {outlier['amax']:.4g}, the "
+            f"median rank {outlier['median']:.4g}"
         )
     if len(outliers) > _TOLD:
         progress.say(

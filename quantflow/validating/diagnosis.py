@@ -99,10 +99,10 @@ def diagnose(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str 
         "kinds": _plain(breakdown.by_kind(comparison, sequences, tokenizer)),
         "frequency": _plain(breakdown.by_frequency(comparison, sequences)),
     }
-    found, recipe = _probed(subject, progress)
+    probed, recipe = _probed(subject, progress)
     windows, note = _windows(subject, tokenizer, progress)
-    notes = [text for text in (found.pop("note"), note) if text is not None]
-    return {**record, **found, "windows": windows, "note": "; ".join(notes) or None}, recipe
+    notes = [text for text in (probed.pop("note"), note) if text is not None]
+    return {**record, **probed, "windows": windows, "note": "; ".join(notes) or None}, recipe
 
 
 def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str | None]:
@@ -231,13 +231,13 @@ def _windows(
             next(steps)
             room = loaded.decoder.positions
             ids = prompt if room is None else prompt[-max(1, room - NEW_TOKENS) :]
-            made = generate(
+            tokens = generate(
                 loaded.decoder,
                 torch.tensor([ids]),
                 max_new_tokens=NEW_TOKENS,
                 eos_token_id=loaded.eos_token_ids,
             )
-            record[name] = str(tokenizer.decode(made[0, len(ids) :].tolist()))
+            record[name] = str(tokenizer.decode(tokens[0, len(ids) :].tolist()))
         del loaded
     for _ in steps:  # ends the last one
         pass

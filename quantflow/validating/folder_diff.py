@@ -107,51 +107,51 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
     rows = [
         row
         for name in progress.steps(names, stage="diff", unit="tensor")
-        for row in _compared(left, right, name)
+        for row in _compare_tensor(left, right, name)
     ]
     rows += _compared_caches(left, right)
-    found: dict[str, Any] = {"tensors": [asdict(row) for row in rows], "counts": {}}
+    result: dict[str, Any] = {"tensors": [asdict(row) for row in rows], "counts": {}}
     for row in rows:
-        found["counts"][row.verdict] = found["counts"].get(row.verdict, 0) + 1
+        result["counts"][row.verdict] = result["counts"].get(row.verdict, 0) + 1
     if job.text is not None:
-        found["divergence"] = _divergence(job, left, right, job.text, progress)
-    return found
+        result["divergence"] = _divergence(job, left, right, job.text, progress)
+    return result
 
 
-def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
+def _compare_tensor(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
     """The row of a tensor, and one for each number of a linear's input that differs."""
-    found = TensorDifference(
+    difference = TensorDifference(
         name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name)
     )
-    if found.left is None or found.right is None:
-        return [replace(found, verdict=ONLY_LEFT if found.right is None else ONLY_RIGHT)]
+    if difference.left is None or difference.right is None:
+        return [replace(difference, verdict=ONLY_LEFT if difference.right is None else ONLY_RIGHT)]
     one, other = left.quantized(name), right.quantized(name)
     scales_alone = one is not None and other is not None and _same_codes(one, other)
     row = _subtracted(
-        found, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone
+        difference, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone
     )
-    return [row, *_compared_inputs(name.removesuffix(".weight"), found, one, other)]
+    return [row, *_compared_inputs(name.removesuffix(".weight"), difference, one, other)]
 
 
 def _subtracted(
-    found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool
+    pair: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool
 ) -> TensorDifference:
     """A row with its verdict and numbers.
 
     Args:
-        found: row without verdict and numbers.
+        pair: row without verdict and numbers.
         first: values in the first folder, any shape.
         second: values in the second folder.
         scales_alone: whether a difference is one of scales.
     """
     if first.shape != second.shape:
-        return replace(found, verdict=SHAPE)
+        return replace(pair, verdict=SHAPE)
     first, second = first.float(), second.float()
     if torch.equal(first, second):
-        return replace(found, largest=0.0, relative=0.0, changed=0.0)
+        return replace(pair, largest=0.0, relative=0.0, changed=0.0)
     difference, norm = second - first, float(first.norm())
     return replace(
-        found,
+        pair,
         verdict=SCALE if scales_alone else VALUES,
         largest=float(difference.abs().max()),
         relative=float(difference.norm()) / norm if norm else None,
@@ -184,15 +184,15 @@ def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
     rows = []
     for attention in dict.fromkeys((*sides[0], *sides[1])):
         caches = [side.get(attention) for side in sides]
-        words = [None if cache is None else kv_words(cache.scheme) for cache in caches]
+        kinds = [None if cache is None else kv_words(cache.scheme) for cache in caches]
         for name, part in zip(kv_tensor_names(attention), ("keys", "values"), strict=True):
             pair = [None if cache is None else getattr(cache, part) for cache in caches]
-            if None not in words and words[0] != words[1]:
+            if None not in kinds and kinds[0] != kinds[1]:
                 rows.append(
-                    TensorDifference(name=name, verdict=VALUES, left=words[0], right=words[1])
+                    TensorDifference(name=name, verdict=VALUES, left=kinds[0], right=kinds[1])
                 )
             else:
-                rows += _differing(name, (words[0], words[1]), pair, kind=SCALE)
+                rows += _differing(name, (kinds[0], kinds[1]), pair, kind=SCALE)
     return rows
 
 
@@ -213,8 +213,8 @@ def _differing(
         return []
     if first is None or second is None:
         return [replace(row, verdict=ONLY_LEFT if second is None else ONLY_RIGHT)]
-    found = _subtracted(row, first, second, scales_alone=kind == SCALE)
-    return [] if found.verdict == EQUAL else [found]
+    difference = _subtracted(row, first, second, scales_alone=kind == SCALE)
+    return [] if difference.verdict == EQUAL else [difference]
 
 
 def _stored(side: Artifact, name: str) -> str | None:

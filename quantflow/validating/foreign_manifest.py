@@ -47,8 +47,8 @@ def manifest_of(folder: Path, source: Source) -> dict[str, Any]:
             else checkpoint.infos[name].shape
         )
         if name not in named or named[name].shape != shape:
-            found = f"is {list(named[name].shape)}" if name in named else "has none"
-            raise InputError(f"{name}: {list(shape)} in {folder}, the baseline {found}", _GIVE)
+            problem = f"is {list(named[name].shape)}" if name in named else "has none"
+            raise InputError(f"{name}: {list(shape)} in {folder}, the baseline {problem}", _GIVE)
     schemes = dict.fromkeys(placement.scheme.name for placement in artifact.linears.values())
     tensors = [
         {

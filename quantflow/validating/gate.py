@@ -260,13 +260,13 @@ def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
 
 
 def _max_regression(name: str, data: Mapping[str, Any]) -> dict[str, float]:
-    given = data.get("max_regression", {})
-    if not isinstance(given, Mapping) or ("max_regression" in data and not given):
+    limits = data.get("max_regression", {})
+    if not isinstance(limits, Mapping) or ("max_regression" in data and not limits):
         raise UsageError(
-            f"gate {name}: max_regression: {given!r} is no mapping of metrics",
+            f"gate {name}: max_regression: {limits!r} is no mapping of metrics",
             "give `mean_kld: 0.002`",
         )
-    for metric, value in given.items():
+    for metric, value in limits.items():
         if metric not in METRICS:
             raise UsageError(
                 f"gate {name}: max_regression: unknown metric {metric!r}",
@@ -281,19 +281,19 @@ def _max_regression(name: str, data: Mapping[str, Any]) -> dict[str, float]:
                 f"gate {name}: max_regression: {metric}: {value!r} is not 0 or more",
                 "give how much worse it may get",
             )
-    return dict(given)
+    return dict(limits)
 
 
 def _min_recovery(name: str, data: Mapping[str, Any]) -> dict[str, float]:
-    given = data.get("min_recovery", {})
-    if isinstance(given, float | int):
-        given = {EVERY: given}
-    if not isinstance(given, Mapping) or ("min_recovery" in data and not given):
+    limits = data.get("min_recovery", {})
+    if isinstance(limits, float | int):
+        limits = {EVERY: limits}
+    if not isinstance(limits, Mapping) or ("min_recovery" in data and not limits):
         raise UsageError(
-            f"gate {name}: min_recovery: {given!r} is no mapping of tasks",
+            f"gate {name}: min_recovery: {limits!r} is no mapping of tasks",
             "give `piqa: 98`, or 98 for all",
         )
-    for task, value in given.items():
+    for task, value in limits.items():
         if not isinstance(task, str):
             raise UsageError(
                 f"gate {name}: min_recovery: {task!r} is no name of a task",
@@ -308,7 +308,7 @@ def _min_recovery(name: str, data: Mapping[str, Any]) -> dict[str, float]:
                 f"gate {name}: min_recovery: {task}: {value!r} is no percentage above 1",
                 "give percent of the source's score: 98",
             )
-    return dict(given)
+    return dict(limits)
 
 
 def _check_keys(name: str, data: Mapping[str, Any]) -> None:

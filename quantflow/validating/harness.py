@@ -166,7 +166,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 raise UnsupportedError(cause, "leave this task out")
             ids = (context + continuation)[-(self.max_length + 1) :][:-1]
             wanted[tuple(ids)].append(number)
-        found: dict[int, Scored] = {}
+        scored: dict[int, Scored] = {}
         batches = list(self._batches(sorted(wanted, key=lambda ids: (-len(ids), ids))))
         for batch in self._progress.steps(batches, stage=self._stage, unit="batch"):
             logits = self._logits(batch)  # [B, T, V]
@@ -175,8 +175,8 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     said = torch.tensor(requests[number][2])
                     scores = row[-len(said) :].log_softmax(dim=-1)  # [C, V]
                     total = scores.gather(1, said[:, None]).sum()
-                    found[number] = (float(total), bool((scores.argmax(dim=-1) == said).all()))
-        return [found[number] for number in range(len(requests))]
+                    scored[number] = (float(total), bool((scores.argmax(dim=-1) == said).all()))
+        return [scored[number] for number in range(len(requests))]
 
     def _batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Yield rows, the longest first, in batches whose logits fit."""
@@ -214,13 +214,13 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         stop_at = self.tokenizer.decode(self.eot_token_id)
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         encoded = []
-        for number, (text, given) in enumerate(request.args for request in requests):
-            options = normalize_gen_kwargs(given, NEW_TOKENS)
+        for number, (text, arguments) in enumerate(request.args for request in requests):
+            options = normalize_gen_kwargs(arguments, NEW_TOKENS)
             until = tuple(handle_stop_sequences(options.get("until"), eos=stop_at))
             new = int(options["max_gen_toks"])
             if options.get("do_sample"):
                 raise UnsupportedError(
-                    f"{self._stage}: the task samples ({given})",
+                    f"{self._stage}: the task samples ({arguments})",
                     "leave it out: it has no answer that is compared",
                 )
             if new >= self.max_length:
@@ -236,7 +236,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             batches += [
                 (until, new, numbers[at : at + _ROWS]) for at in range(0, len(numbers), _ROWS)
             ]
-        found: dict[int, str] = {}
+        answers: dict[int, str] = {}
         for until, new, numbers in self._progress.steps(batches, stage=self._stage, unit="batch"):
             ids, padding = self._padded([encoded[number] for number in numbers])
             made = generate(
@@ -250,8 +250,8 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             )
             for number, row in zip(numbers, made[:, ids.shape[1] :].tolist(), strict=True):
                 text = self.tokenizer.decode(row, skip_special_tokens=True)
-                found[number] = postprocess_generated_text(text, list(until), None)
-        return [found[number] for number in range(len(requests))]
+                answers[number] = postprocess_generated_text(text, list(until), None)
+        return [answers[number] for number in range(len(requests))]
 
     def _stop(self, until: Sequence[str]) -> Callable[[Sequence[int]], bool]:
         """Whether a row's new tokens hold a stop string; only the end of them is new."""
@@ -328,8 +328,8 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
     for name in names:
         try:
             with _seeded(), redirect_stderr(io.StringIO()):  # their bars of progress
-                found = manager.load([_config(files[name]) if name in files else name])
-                for task in found["tasks"].values():
+                loaded = manager.load([_config(files[name]) if name in files else name])
+                for task in loaded["tasks"].values():
                     _refuse_foreign(task)
                     _set_shots(task, options.shots)
                     task.build_all_requests(limit=1)
@@ -343,10 +343,10 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
                 f"task {name}: {type(error).__name__}: {first_line(error)}",
                 "check the file, or that the hub can be reached",
             ) from error
-        if twice := tasks.keys() & found["tasks"].keys():
+        if twice := tasks.keys() & loaded["tasks"].keys():
             raise UsageError(f"task {min(twice)}: it is named twice", "name it once")
-        tasks |= found["tasks"]
-        groups |= found["groups"]
+        tasks |= loaded["tasks"]
+        groups |= loaded["groups"]
     return LoadedTasks(tasks=tasks, groups=groups)
 
 
@@ -504,7 +504,7 @@ def evaluate(
         task.build_all_requests = _without_bars(task.build_all_requests)
     try:
         with _seeded():
-            found: dict[str, Any] = lm_eval.evaluator.evaluate(
+            document: dict[str, Any] = lm_eval.evaluator.evaluate(
                 model,
                 task_dict=asked.words(),
                 limit=options.limit,
@@ -517,19 +517,19 @@ def evaluate(
         raise InputError(
             f"{stage}: {first_line(error)}", "give every document what the task's questions name"
         ) from error
-    for config in found["configs"].values():
+    for config in document["configs"].values():
         config.pop("custom_dataset", None)  # a function, whose name is an address
     seeds = {f"{name}_seed": seed for name, seed in _SEEDS.items()}
-    return found | {
+    return document | {
         "lm_eval_version": version("lm_eval"),
         "config": {"model": "quantflow", "limit": options.limit} | seeds,
     }
 
 
 def _without_bars(build: Callable[..., None]) -> Callable[..., None]:
-    def quiet(**words: Any) -> None:
+    def quiet(**keywords: Any) -> None:
         with redirect_stderr(io.StringIO()):
-            build(**words)
+            build(**keywords)
 
     return quiet
 

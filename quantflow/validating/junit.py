@@ -62,22 +62,22 @@ def _gate(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         thresholds = {metric: result["gate"]["thresholds"][metric]}
         verdict = judge(Gate(name=result["gate"]["name"], thresholds=thresholds), bounds)
         cases.append(("gate", metric, verdict.outcome, "; ".join(verdict.reasons)))
-    for task, found in recovery.asked(Gate(**result["gate"]), result).items():
-        verdict = judge(Gate(name=result["gate"]["name"], thresholds={}), {}, {task: found})
+    for task, recovered in recovery.asked(Gate(**result["gate"]), result).items():
+        verdict = judge(Gate(name=result["gate"]["name"], thresholds={}), {}, {task: recovered})
         cases.append(("gate", f"recovery of {task}", verdict.outcome, "; ".join(verdict.reasons)))
     return cases
 
 
 def _regression(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    found = result.get("regression", {"metrics": {}})
+    regression = result.get("regression", {"metrics": {}})
     return [
         (
             "regression",
             metric,
             values["outcome"],
             f"worse by {values['lower']:.3g} to {values['upper']:.3g} than "
-            f"{found['previous']['artifact']}, "
+            f"{regression['previous']['artifact']}, "
             f"{values['max_regression']:.3g} is allowed",
         )
-        for metric, values in found["metrics"].items()
+        for metric, values in regression["metrics"].items()
     ]

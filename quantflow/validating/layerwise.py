@@ -66,10 +66,10 @@ class Comparing:
         try:
             with Workers(self.workers) as workers:
                 self._layers(hidden, workers)
-                found = self._windows(hidden, workers)
+                comparisons = self._windows(hidden, workers)
             if self.kept is not None:
                 hidden[BASELINE].move(self.kept)
-            return found
+            return comparisons
         finally:
             for states in hidden.values():
                 states.close()
@@ -113,9 +113,9 @@ class Comparing:
         with ExitStack() as heads:
             for stream in self.streams.values():
                 heads.enter_context(stream.head())
-            found = workers.stream(partial(self._scored, hidden), range(len(self.sequences)))
+            windows = workers.stream(partial(self._scored, hidden), range(len(self.sequences)))
             steps = self.progress.steps(range(len(self.sequences)), stage=self.stage, unit="window")
-            for _, scored in zip(steps, found, strict=True):
+            for _, scored in zip(steps, windows, strict=True):
                 for name, comparison in scored.items():
                     parts[name].append(comparison)
         return {name: join(comparisons) for name, comparisons in parts.items()}

@@ -121,8 +121,8 @@ def cheapest(
     linears = [name for unit in units for name in unit.linears]
     if not units:
         return None
-    found = [_remedy(to_mend, linears, scheme) for scheme in (*SCHEMES, None)]
-    remedies = [remedy for remedy in found if remedy is not None]
+    by_scheme = [_remedy(to_mend, linears, scheme) for scheme in (*SCHEMES, None)]
+    remedies = [remedy for remedy in by_scheme if remedy is not None]
     if not remedies:
         return None
     modules = tuple(name for unit in units for name in unit.modules)
@@ -155,11 +155,11 @@ def cheapest(
         ],
         "recipe": RECIPE,
     }
-    told = (
+    heading = (
         f"{to_mend.entry.name} with {mend_words(record)}: mean KLD {to_mend.kld:.4g}, "
         f"predicted {predicted:.4g}."
     )
-    return record, recipe_text(chosen.entry, model=model, revision=None, seed=seed, told=told)
+    return record, recipe_text(chosen.entry, model=model, revision=None, seed=seed, heading=heading)
 
 
 def _costliest(to_mend: ArtifactToMend) -> list[SwapUnit]:
@@ -227,7 +227,7 @@ def _finer(new: LinearScheme, old: LinearScheme) -> bool:
 
 def _made(source: Source, plan: Plan, linears: Sequence[str]) -> dict[str, nn.Module]:
     """The linears of the source with a plan's schemes, rounded to nearest."""
-    made: dict[str, nn.Module] = {}
+    rounded_linears: dict[str, nn.Module] = {}
     for name in linears:
         scheme = plan.schemes[name]
         if scheme is None:
@@ -238,7 +238,7 @@ def _made(source: Source, plan: Plan, linears: Sequence[str]) -> dict[str, nn.Mo
         biases = [bias for bias in (f"{name}.bias",) if bias in source.names]
         bias = source.read(biases, torch.float32)[biases[0]] if biases else None
         quantized = QuantizedLinear(weight=result.weight, scheme=scheme)
-        made[name] = QuantLinear(
+        rounded_linears[name] = QuantLinear(
             quantized, bias=bias, backend=reference.BACKEND, dtype=torch.float32
         )
-    return made
+    return rounded_linears

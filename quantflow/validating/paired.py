@@ -85,8 +85,8 @@ class WindowScores:
             int(np.searchsorted(np.cumsum(row[owner]), rank))
             for row, rank in zip(times, place, strict=True)
         ]
-        found: Floats = values[np.asarray(at)]
-        return found
+        quantiles: Floats = values[np.asarray(at)]
+        return quantiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +189,16 @@ def differences(
     )
     # [1 + R, n], the text as it is first
     times = np.concatenate([np.ones((1, count), dtype=np.int64), drawn])
-    found = {}
+    by_metric = {}
     for metric in metrics:
         # [1 + R]
         worse = WORSE[metric] * (newer.metric(metric, times) - older.metric(metric, times))
-        found[metric] = PairedDifference(
+        by_metric[metric] = PairedDifference(
             value=float(worse[0]),
             lower=float(np.quantile(worse[1:], expanded(alpha, count), method="lower")),
             upper=float(np.quantile(worse[1:], 1 - expanded(ALPHA, count), method="higher")),
         )
-    return found
+    return by_metric
 
 
 def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
@@ -241,7 +241,7 @@ def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
     """
     pairs = list(zip(artifact, baseline, strict=True))
     total = len(pairs) + 2
-    both, right, known = (
+    both, right, source_right = (
         (sum(pair == ("1", "1") for pair in pairs) + 0.5) / total,
         (artifact.count("1") + 1) / total,
         (baseline.count("1") + 1) / total,
@@ -249,8 +249,8 @@ def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
     share = NormalDist().inv_cdf(1 - ALPHA) ** 2 / total
     # known² r² - 2 right known r + right² = share * variance of (artifact - r * baseline), a
     # quadratic in r
-    square = known**2 - share * known * (1 - known)
-    middle = right * known - share * (both - right * known)
+    square = source_right**2 - share * source_right * (1 - source_right)
+    middle = right * source_right - share * (both - right * source_right)
     rest = right**2 - share * right * (1 - right)
     if square <= 0:
         return 0.0, math.inf

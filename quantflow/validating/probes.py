@@ -104,14 +104,16 @@ class Prober:
 
     def klds(self, swaps: Mapping[str, Swap]) -> dict[str, float]:
         """The mean divergence of each swap, nats per token, by its name in this and later calls."""
-        found = self._kept()
-        left = [name for name in swaps if name not in found]
+        divergences = self._kept()
+        left = [name for name in swaps if name not in divergences]
         for first in range(0, len(left), self.swapping.at_once):
             some = left[first : first + self.swapping.at_once]
-            found |= zip(some, self.swapping.klds([swaps[name] for name in some]), strict=True)
+            divergences |= zip(
+                some, self.swapping.klds([swaps[name] for name in some]), strict=True
+            )
             disk.make_folder(self.path.parent)
-            disk.write_atomic(self.path, canonical_json({"key": self.key, "found": found}))
-        return {name: found[name] for name in swaps}
+            disk.write_atomic(self.path, canonical_json({"key": self.key, "found": divergences}))
+        return {name: divergences[name] for name in swaps}
 
     def of_units(self, units: Sequence[SwapUnit], *, whole: float) -> list[Probed]:
         """The cost of units.
@@ -122,8 +124,11 @@ class Prober:
         """
         swaps = {f"only {unit.name}": unit.only() for unit in units}
         swaps |= {f"all but {unit.name}": unit.others() for unit in units}
-        found = self.klds(swaps)
-        pairs = [(found[f"only {unit.name}"], found[f"all but {unit.name}"]) for unit in units]
+        divergences = self.klds(swaps)
+        pairs = [
+            (divergences[f"only {unit.name}"], divergences[f"all but {unit.name}"])
+            for unit in units
+        ]
         return [
             Probed(unit=unit, only_this=only, all_but_this=others, gain=whole - others)
             for unit, (only, others) in zip(units, pairs, strict=True)
@@ -132,8 +137,8 @@ class Prober:
     def _kept(self) -> dict[str, float]:
         try:
             record = read_json(self.path)
-            found: dict[str, float] = dict(record["found"])
-            return found if record["key"] == self.key else {}
+            kept: dict[str, float] = dict(record["found"])
+            return kept if record["key"] == self.key else {}
         except (
             InputError,
             KeyError,

@@ -23,8 +23,8 @@ def bounds(score: Mapping[str, Any]) -> tuple[float, float]:
     if score["answers"] is not None:
         lower, upper = recovery_bounds(score["answers"]["artifact"], score["answers"]["baseline"])
         return 100 * lower, 100 * upper
-    known = score["recovery"]
-    return (0.0, math.inf) if known is None else (known, known)
+    recovery = score["recovery"]
+    return (0.0, math.inf) if recovery is None else (recovery, recovery)
 
 
 def asked(gate: Gate, validation: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:

@@ -67,7 +67,7 @@ class _Bounds(TypedDict):
     upper: float
 
 
-class _Gate(TypedDict):
+class _GateRecord(TypedDict):
     name: str
     thresholds: dict[str, float]
     note: NotRequired[str]
@@ -125,7 +125,7 @@ class _Validation(TypedDict):
     artifact: str
     digest: str
     metrics: dict[str, _Bounds]
-    gate: _Gate
+    gate: _GateRecord
     protocol: _Protocol
     windows: dict[str, Any]
     outcome: str
@@ -215,12 +215,12 @@ def compare_with(
             "validate both again",
         )
     answers = _answers(previous, current)
-    found = differences(
+    by_metric = differences(
         newer, older, metrics=list(allowed), seed=current["protocol"]["seed"], others=len(answers)
     )
     metrics, reasons = {}, {}
     for metric, most in allowed.items():
-        difference = found[metric]
+        difference = by_metric[metric]
         outcome = (
             "regression"
             if difference.lower > most
@@ -277,9 +277,9 @@ def compare_with(
 
 def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of a table for people, in the order of COLUMNS."""
-    found = result["regression"]
+    regression = result["regression"]
     rows = []
-    for metric, values in found["metrics"].items():
+    for metric, values in regression["metrics"].items():
         numbers = [
             values[key]
             for key in ("previous", "current", "worse", "lower", "upper", "max_regression")
@@ -287,7 +287,7 @@ def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 metric,
-                str(found["previous"]["artifact"]),
+                str(regression["previous"]["artifact"]),
                 values["outcome"],
                 *(f"{number:.4g}" for number in numbers),
             )

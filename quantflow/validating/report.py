@@ -476,23 +476,23 @@ def _experts(rows: Sequence[Row]) -> _Table:
     columns = ("artifact", "experts", "shown", "least", "median", "most", "short of tokens")
     body = []
     for row in rows:
-        for found in [layer["experts"] for layer in row.layers if "experts" in layer]:
-            tokens = found["tokens"]
-            known = (
+        for experts in [layer["experts"] for layer in row.layers if "experts" in layer]:
+            tokens = experts["tokens"]
+            counts = (
                 ["", "", ""]
                 if not tokens
                 else [str(min(tokens)), f"{median(tokens):g}", str(max(tokens))]
             )
             short = [
-                f"{name.rpartition('.')[0].rpartition('.')[2]} ({told['tokens']} of "
-                f"{told['needed']})"
-                for name, told in found["short"].items()
+                f"{name.rpartition('.')[0].rpartition('.')[2]} ({shortage['tokens']} of "
+                f"{shortage['needed']})"
+                for name, shortage in experts["short"].items()
             ]
             texts = [
                 str(row.result["artifact"]),
-                found["experts"],
-                str(found["fed"] or ""),
-                *known,
+                experts["experts"],
+                str(experts["fed"] or ""),
+                *counts,
                 ", ".join(short) or "none",
             ]
             body.append(_Row(texts=texts))
@@ -513,14 +513,14 @@ def _calibrated(rows: Sequence[Row], kinds: Sequence[str]) -> tuple[_Table, _Sec
     )
     body, plotted = [], []
     for row in rows:
-        found, result = output_errors(row.layers), row.result
-        if found:
-            shares = [f"{found[key]:.2%}" for key in ("median", "median_rtn", "worst")]
-            counts = [str(found[key]) for key in ("worse_than_rtn", "same_as_rtn")]
+        errors, result = output_errors(row.layers), row.result
+        if errors:
+            shares = [f"{errors[key]:.2%}" for key in ("median", "median_rtn", "worst")]
+            counts = [str(errors[key]) for key in ("worse_than_rtn", "same_as_rtn")]
             texts = [
                 str(result["artifact"]),
                 str(result["algorithm"]),
-                str(found["linears"]),
+                str(errors["linears"]),
                 *shares,
                 *counts,
             ]

@@ -79,11 +79,11 @@ class Swapping:
 
         The number of workers changes no bit of it.
         """
-        found: list[float] = []
+        means: list[float] = []
         with Workers(self.workers) as workers:
             for first in range(0, len(swaps), self.at_once):
-                found += self._pass(swaps[first : first + self.at_once], workers)
-        return found
+                means += self._pass(swaps[first : first + self.at_once], workers)
+        return means
 
     def _pass(self, swaps: Sequence[Swap], workers: Workers) -> list[float]:
         states = {name: stream.begin(self.sequences) for name, stream in self.streams.items()}
@@ -157,13 +157,17 @@ class Swapping:
             expected: Callable[[int], Tensor] = partial(self._logits, BASELINE, bases[BASELINE])
             one = expected(0)
             if one.nbytes * sum(map(len, self.sequences)) <= KEPT * len(self.sequences[0]):
-                known = [one, *workers.map(expected, range(1, len(self.sequences)))]
-                expected = known.__getitem__
+                baseline_logits = [one, *workers.map(expected, range(1, len(self.sequences)))]
+                expected = baseline_logits.__getitem__
             for number, swap in enumerate(swaps):
                 name = swap.other if head in swap.taken else swap.base
-                found = partial(self._logits, name, hidden.get(number, bases[swap.base]))
+                logits_of = partial(self._logits, name, hidden.get(number, bases[swap.base]))
                 means.append(
-                    sum(workers.map(partial(_total, expected, found), range(len(self.sequences))))
+                    sum(
+                        workers.map(
+                            partial(_total, expected, logits_of), range(len(self.sequences))
+                        )
+                    )
                     / tokens
                 )
         return means
@@ -178,8 +182,10 @@ def _forward(stream: LayerStream, module: nn.Module, window: tuple[State, Tensor
     return stream.forward(module, *window)
 
 
-def _total(expected: Callable[[int], Tensor], found: Callable[[int], Tensor], number: int) -> float:
-    return float(token_kld(expected(number), found(number)).sum())
+def _total(
+    expected: Callable[[int], Tensor], logits_of: Callable[[int], Tensor], number: int
+) -> float:
+    return float(token_kld(expected(number), logits_of(number)).sum())
 
 
 def _taken_of(layer: Layer, swap: Swap) -> list[str]:

@@ -64,16 +64,16 @@ def run(job: AnswersJob, progress: Progress) -> dict[str, Any] | None:
     """
     if rank_processes.starts(job.ranks):
         return rank_processes.start(VERB, job, world=job.ranks, progress=progress)
-    with rank_processes.joined(VERB, job.ranks) as wire:
+    with rank_processes.joined(VERB, job.ranks) as communicator:
         loaded = load(
             job.artifact,
             decoder="auto",
             backend=job.backend,
             dtype=getattr(torch, job.dtype),
             exact=job.exact,
-            wire=wire,
+            communicator=communicator,
         )
-        return rank_processes.drive(loaded, wire, lambda led: _answers(job, led, progress))
+        return rank_processes.drive(loaded, communicator, lambda led: _answers(job, led, progress))
 
 
 def _answers(job: AnswersJob, loaded: Loaded, progress: Progress) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
 
 def files_of(options: Validate) -> dict[str, str]:
     """The hash of every local file that tasks are read from: a YAML, and neighbours it can name."""
-    found = {}
+    hashes = {}
     for name in options.tasks:
         path = (
             SHIPPED / "tasks" / f"{name}.yaml"
@@ -103,8 +103,8 @@ def files_of(options: Validate) -> dict[str, str]:
             for file in sorted(
                 each for each in path.parent.iterdir() if each.suffix in _NAMED and each.is_file()
             ):
-                found[f"{name} {file.name}"] = file_digest(file)
-    return found
+                hashes[f"{name} {file.name}"] = file_digest(file)
+    return hashes
 
 
 def score_tasks(
@@ -232,9 +232,11 @@ def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) ->
     better = document["higher_is_better"][name]
     metric = next(each for each in (*_FIRST, *better) if each in better)
     values = {}
-    for model, found in (("baseline", source), ("artifact", document)):
+    for model, answers_document in (("baseline", source), ("artifact", document)):
         values[model] = next(
-            value for key, value in found["results"][name].items() if key.split(",")[0] == metric
+            value
+            for key, value in answers_document["results"][name].items()
+            if key.split(",")[0] == metric
         )
     over, under = (
         (values["artifact"], values["baseline"])
@@ -242,8 +244,8 @@ def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) ->
         else (values["baseline"], values["artifact"])
     )
     answers = {
-        model: _answers(found["samples"][name], metric)
-        for model, found in (("baseline", source), ("artifact", document))
+        model: _answers(answers_document["samples"][name], metric)
+        for model, answers_document in (("baseline", source), ("artifact", document))
     }
     return {
         "metric": metric,

@@ -261,12 +261,12 @@ def _refuse_other_baseline(
     """
     if not is_artifact(job.artifact):
         return
-    known = set(manifest["source"]["files"].values())
+    recorded = set(manifest["source"]["files"].values())
     shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
     with Workers(process_memory.usable_cores()) as workers:
-        found = digests.of_all(shards, map_all=workers.map)
-    for path, digest in found.items():
-        if digest not in known:
+        actual = digests.of_all(shards, map_all=workers.map)
+    for path, digest in actual.items():
+        if digest not in recorded:
             raise InputError(
                 f"{path}: has sha256 {digest[:16]}, the artifact was made from other weights",
                 f"give the model {manifest['source']['name']!r} that was quantized as --baseline",
@@ -327,7 +327,7 @@ def _validate(
         job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual
     )
     with reading_ahead(source, device) as read:
-        compared = _compared(
+        compared = _compare_with_baseline(
             job,
             read,
             artifact=replace(artifact, linears_device=device.kind),
@@ -466,7 +466,7 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     return sequences
 
 
-def _compared(
+def _compare_with_baseline(
     job: ValidateJob,
     source: Source,
     *,
@@ -512,10 +512,10 @@ def _compared(
             sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers
         )
         took = f", about {duration(seconds)}"
-    known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
+    reused = {"noise": not with_noise, BASELINE: BASELINE not in ran}
     kept = (
-        f", {' and '.join(name for name in known if known[name])} kept from before"
-        if any(known.values())
+        f", {' and '.join(name for name in reused if reused[name])} kept from before"
+        if any(reused.values())
         else ""
     )
     progress.say(

@@ -39,16 +39,16 @@ def _raise_for_regression(result: Mapping[str, Any], *, allow_inconclusive: bool
     Raises:
         GateError: it is a regression, or undecided.
     """
-    found = result.get("regression")
+    regression = result.get("regression")
     if (
-        found is None
-        or found["outcome"] == "pass"
-        or (found["outcome"] == "inconclusive" and allow_inconclusive)
+        regression is None
+        or regression["outcome"] == "pass"
+        or (regression["outcome"] == "inconclusive" and allow_inconclusive)
     ):
         return
-    beside = f"{result['artifact']} beside {found['previous']['artifact']}"
-    why = "; ".join(found["reasons"])
-    if found["outcome"] == "inconclusive":
+    beside = f"{result['artifact']} beside {regression['previous']['artifact']}"
+    why = "; ".join(regression["reasons"])
+    if regression["outcome"] == "inconclusive":
         raise GateError(
             f"{beside}: inconclusive: {why}",
             "give more --tokens, a larger max_regression, or --allow-inconclusive",

@@ -1,4 +1,4 @@
-"""A small model cut over a mesh of cards: what each rank sees, and what one rank that sees everything would.
+"""A small model cut over a mesh of cards: the view of each rank, and of one that sees everything.
 
 Values are small integers, so that every sum of floats is exact whatever its order. Statistics are
 computed here by formula, not by observers.

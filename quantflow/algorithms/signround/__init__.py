@@ -166,11 +166,11 @@ def refine(
             best = {name: linear.made(workers) for name, linear in linears.items()}
             least = loss
             kept = iteration + 1
-    told: dict[str, Any] = {"iterations": iterations, "best_iteration": kept}
-    told |= {"block_loss_start": first / (power or 1.0), "block_loss": least / (power or 1.0)}
+    decisions: dict[str, Any] = {"iterations": iterations, "best_iteration": kept}
+    decisions |= {"block_loss_start": first / (power or 1.0), "block_loss": least / (power or 1.0)}
     return {
-        name: GroupResult(weight=made, decisions={**told, **_changes(made, starts[name])})
-        for name, made in best.items()
+        name: GroupResult(weight=weight, decisions={**decisions, **_changes(weight, starts[name])})
+        for name, weight in best.items()
     }
 
 
@@ -216,11 +216,11 @@ def _gradients(
 
     total: list[Tensor] = []
     with block.running(values) as run:
-        for found in workers.stream(one, numbers):
+        for gradients in workers.stream(one, numbers):
             if not total:
-                total = list(found)
+                total = list(gradients)
                 continue
-            for kept, more in zip(total, found, strict=True):
+            for kept, more in zip(total, gradients, strict=True):
                 kept += more
     return total
 
@@ -238,8 +238,8 @@ def _losses(
             )
 
     with block.running(values) as run:
-        found = workers.map(one, numbers)
-    power, loss = (sum(parts) for parts in zip(*found, strict=True))
+        sums = workers.map(one, numbers)
+    power, loss = (sum(parts) for parts in zip(*sums, strict=True))
     if not loss < torch.inf:  # NaN is not below anything
         raise StatisticsError(
             f"{next(iter(values))}: signround: the squared error of its layer's output is {loss}",
@@ -248,8 +248,8 @@ def _losses(
     return power, loss
 
 
-def _changes(made: QTensor, start: QTensor) -> dict[str, int]:
-    rescaled = made.scale != start.scale
-    if made.zero_point is not None and start.zero_point is not None:
-        rescaled |= made.zero_point != start.zero_point
-    return {"moved": int((made.qvalue != start.qvalue).sum()), "rescaled": int(rescaled.sum())}
+def _changes(weight: QTensor, start: QTensor) -> dict[str, int]:
+    rescaled = weight.scale != start.scale
+    if weight.zero_point is not None and start.zero_point is not None:
+        rescaled |= weight.zero_point != start.zero_point
+    return {"moved": int((weight.qvalue != start.qvalue).sum()), "rescaled": int(rescaled.sum())}

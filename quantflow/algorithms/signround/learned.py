@@ -119,14 +119,16 @@ class Learned:
             below = scheme.qmin - start.zero_point.float()
             share = (high * above - low * below) / (scheme.qmax - scheme.qmin)
         exact = start.scale * share
-        scale = _passing(affine.stored(exact.detach(), self.scale_dtype), exact)
+        scale = _with_gradient_of(affine.stored(exact.detach(), self.scale_dtype), exact)
         ratio = start.scale / scale
         scaled = self.steps[rows] * ratio[..., None] + offset
-        qvalue = _passing(scaled.detach().round(), scaled)
+        qvalue = _with_gradient_of(scaled.detach().round(), scaled)
         zero_point = None
         if start.zero_point is not None:
             place = scheme.qmin - low * below * ratio
-            zero_point = _passing(place.detach().round().clamp_(scheme.qmin, scheme.qmax), place)
+            zero_point = _with_gradient_of(
+                place.detach().round().clamp_(scheme.qmin, scheme.qmax), place
+            )
             qvalue = qvalue + zero_point[..., None]
         return qvalue.clamp(scheme.qmin, scheme.qmax), scale, zero_point
 
@@ -151,11 +153,11 @@ class Learned:
         views = self.learned(rows)
         with torch.enable_grad():
             leaves = [view.detach().clone().requires_grad_() for view in views]
-            found = torch.autograd.grad(
+            slopes = torch.autograd.grad(
                 self.real(rows, *leaves), leaves, gradient, allow_unused=True
             )
         for view, slope, (least, most) in zip(
-            views, found, ((-0.5, 0.5), (_LEAST, 1.0), (_LEAST, 1.0)), strict=True
+            views, slopes, ((-0.5, 0.5), (_LEAST, 1.0), (_LEAST, 1.0)), strict=True
         ):
             if slope is not None:  # `low` of a symmetric range has no gradient
                 view.sub_(slope.sign_(), alpha=rate).clamp_(least, most)
@@ -170,8 +172,8 @@ class Learned:
 
         def unit(rows: slice) -> None:
             with torch.no_grad():
-                found, scale[rows], place = self.rounded(rows, *self.learned(rows))
-            qvalue[rows] = found.flatten(1).to(qvalue_dtype(scheme))
+                rounded, scale[rows], place = self.rounded(rows, *self.learned(rows))
+            qvalue[rows] = rounded.flatten(1).to(qvalue_dtype(scheme))
             if zero_point is not None and place is not None:
                 zero_point[rows] = place.to(zero_point.dtype)
 
@@ -179,7 +181,7 @@ class Learned:
         return replace(self.start, qvalue=qvalue, scale=scale, zero_point=zero_point)
 
 
-class _Passing(torch.autograd.Function):
+class _OtherGradient(torch.autograd.Function):
     """A value with the gradient of another tensor.
 
     A sum and a difference would not keep the value's own bits.
@@ -194,6 +196,6 @@ class _Passing(torch.autograd.Function):
         return None, gradients[0]
 
 
-def _passing(value: Tensor, instead: Tensor) -> Tensor:
-    found: Tensor = _Passing.apply(value, instead)  # type: ignore[no-untyped-call]
+def _with_gradient_of(value: Tensor, instead: Tensor) -> Tensor:
+    found: Tensor = _OtherGradient.apply(value, instead)  # type: ignore[no-untyped-call]
     return found

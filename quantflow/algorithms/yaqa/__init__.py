@@ -182,7 +182,7 @@ def quantize_group(
     mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
-    def unit(part: tuple[str, slice]) -> _Found:
+    def unit(part: tuple[str, slice]) -> _SolvedBlock:
         name, block = part
         members = torch.arange(block.start, block.stop)
         sums = output_blocks.block_of(gradients[name], block).float()
@@ -210,18 +210,21 @@ def quantize_group(
             parts=parts,
             columns=columns,
         )
-        return _descended(problem, first, damping=rows.share)
+        return _descend_block(problem, first, damping=rows.share)
 
     units = [
         (name, block)
         for name, weight in weights.items()
         for block in output_blocks.blocks(weight.shape[0])
     ]
-    found: dict[str, list[_Found]] = {name: [] for name in weights}
-    for (name, _), made in zip(units, workers.stream(unit, units), strict=True):
-        found[name].append(made)
-    told = {**columns.decisions, "order": "hessian_diagonal", "tokens": tokens}
-    joined = {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
+    blocks: dict[str, list[_SolvedBlock]] = {name: [] for name in weights}
+    for (name, _), solved in zip(units, workers.stream(unit, units), strict=True):
+        blocks[name].append(solved)
+    decisions = {**columns.decisions, "order": "hessian_diagonal", "tokens": tokens}
+    joined = {
+        name: _merge_blocks(blocks.pop(name), scheme, grids[name], group_decisions=decisions)
+        for name in weights
+    }
     moment = output_errors.SecondMoment(upper=inputs.matrix, diagonal=inputs.matrix.diagonal())
     results = {name: result.weight for name, result in joined.items()}
     errors = output_errors.compared(
@@ -253,7 +256,7 @@ def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _SolvedBlock:
     """A rounded block of outputs, with its losses.
 
     Attributes:
@@ -273,7 +276,7 @@ class _Found:
     least: float
 
 
-def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
+def _descend_block(problem: Problem, qvalue: Tensor, *, damping: float) -> _SolvedBlock:
     """The best of the start and the sweeps of descent.
 
     qvalue is [O, I] int8, modified.
@@ -293,7 +296,7 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
         kept = qvalue.clone()
         least = loss
         sweeps = sweep
-    return _Found(
+    return _SolvedBlock(
         qvalue=kept,
         scale=best.grid.scale,
         zero_point=best.grid.zero_point,
@@ -306,25 +309,29 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
     )
 
 
-def _joined(
-    found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: Mapping[str, JSON]
+def _merge_blocks(
+    blocks: Sequence[_SolvedBlock],
+    scheme: LinearScheme,
+    grid: Grid,
+    *,
+    group_decisions: Mapping[str, JSON],
 ) -> GroupResult:
     """The result of a linear, merged from those of its blocks."""
-    whole = sum(part.whole for part in found) or 1.0
+    whole = sum(part.whole for part in blocks) or 1.0
     decisions = {
-        "gradient_damping": max(part.damping for part in found),
+        "gradient_damping": max(part.damping for part in blocks),
         "zero_groups": grid.zero_groups,
-        "sweeps": max(part.sweeps for part in found),
-        "moved": sum(part.moved for part in found),
-        "loss_start": sum(part.first for part in found) / whole,
-        "loss": sum(part.least for part in found) / whole,
+        "sweeps": max(part.sweeps for part in blocks),
+        "moved": sum(part.moved for part in blocks),
+        "loss_start": sum(part.first for part in blocks) / whole,
+        "loss": sum(part.least for part in blocks) / whole,
     }
-    zero_points = [part.zero_point for part in found if part.zero_point is not None]
+    zero_points = [part.zero_point for part in blocks if part.zero_point is not None]
     weight = QTensor(
-        qvalue=points.qvalues(torch.cat([part.qvalue for part in found]), scheme.weights),
-        scale=torch.cat([part.scale for part in found]) * points.unit(scheme.weights),
+        qvalue=points.qvalues(torch.cat([part.qvalue for part in blocks]), scheme.weights),
+        scale=torch.cat([part.scale for part in blocks]) * points.unit(scheme.weights),
         zero_point=torch.cat(zero_points) if zero_points else None,
         scheme=scheme.weights,
         global_scale=grid.global_scale,
     )
-    return GroupResult(weight=weight, decisions={**told, **decisions})
+    return GroupResult(weight=weight, decisions={**group_decisions, **decisions})

@@ -26,7 +26,7 @@ from quantflow.numerics.grid import Grid
 # Both are part of the result, because they order the sums.
 _ROWS = 128  # rows of a block
 _COLUMNS = 64  # columns whose changes reach the gradient of later columns in one product
-Row = NDArray[np.float32]
+RowValues = NDArray[np.float32]
 # A scale that would grow or shrink by more stays: its weights are too few to determine it.
 _FARTHEST = 2.0
 
@@ -195,15 +195,15 @@ def _moments(inputs: Side, split: Tensor) -> Tensor:
     split is d, qvalues less zero points, [R, G, g].
     """
     rows, count, size = split.shape
-    found = torch.empty(rows, count, count)
+    moments = torch.empty(rows, count, count)
     for index, columns in enumerate(groups.spans(count * size, size)):
         felt = split[:, index] @ inputs.matrix[columns]  # [R, I]
-        found[:, index] = (felt.view(rows, count, size) * split).sum(dim=-1)
-        found[:, index, index] += inputs.damping * split[:, index].square().sum(dim=-1)
-    diagonal = found.diagonal(dim1=1, dim2=2)
+        moments[:, index] = (felt.view(rows, count, size) * split).sum(dim=-1)
+        moments[:, index, index] += inputs.damping * split[:, index].square().sum(dim=-1)
+    diagonal = moments.diagonal(dim1=1, dim2=2)
     diagonal += 1e-6 * diagonal.mean(dim=1, keepdim=True)
     diagonal += (diagonal == 0).float()  # groups of zeros do not determine their scale
-    return found
+    return moments
 
 
 def _gradient(problem: Problem, rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,10 +281,10 @@ def _moves_(
 
 
 def _move_column_(
-    at: Row,
-    left: Row,
-    scale: Row,
-    change: Row,
+    at: RowValues,
+    left: RowValues,
+    scale: RowValues,
+    change: RowValues,
     *,
     coupling: NDArray[np.float32],
     curve: float,

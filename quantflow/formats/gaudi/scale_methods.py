@@ -14,19 +14,19 @@ from typing import Any, get_args
 
 from quantflow.core.scale_rules import (
     SCALE_METHODS,
-    Granularity,
-    Rounding,
     Rule,
+    ScaleGranularity,
     ScaleMethod,
-    Value,
+    ScaleRounding,
+    ScaleValue,
 )
 from quantflow.errors import UsageError
 
 _PARTS = ("weight", "activation")
 _FIELDS = {
-    "granularity": ("ScaleGranularity", get_args(Granularity)),
-    "scale_value_type": ("ScaleValueType", get_args(Value)),
-    "rounding_method": ("ScaleRoundMethod", get_args(Rounding)),
+    "granularity": ("ScaleGranularity", get_args(ScaleGranularity)),
+    "scale_value_type": ("ScaleValueType", get_args(ScaleValue)),
+    "rounding_method": ("ScaleRoundMethod", get_args(ScaleRounding)),
 }
 _LAYER = re.compile(r"layers[./](\d+)(?:[./]|$)")
 # the default of a dictionary that says nothing else

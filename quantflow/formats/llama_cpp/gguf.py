@@ -107,7 +107,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
-class GGUFLayout:
+class GGUFFilePlan:
     """Where everything lies in a file.
 
     Attributes:
@@ -124,13 +124,13 @@ class GGUFLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Metadata and tensors of a file; `tensors` as in `GGUFLayout`."""
+    """Metadata and tensors of a file; `tensors` as in `GGUFFilePlan`."""
 
     metadata: dict[str, tuple[str, Any]]
     tensors: dict[str, TensorInfo]
 
 
-def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
+def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFFilePlan:
     """Places of the tensors in a file that will be written.
 
     Args:
@@ -166,11 +166,11 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
         )
         for name, (dtype, shape) in specs.items()
     }
-    return GGUFLayout(header=header, tensors=tensors, nbytes=len(header) + offset)
+    return GGUFFilePlan(header=header, tensors=tensors, nbytes=len(header) + offset)
 
 
 def write(
-    path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterable[Buffer]]
+    path: Path, planned: GGUFFilePlan, pieces: Callable[[TensorInfo], Iterable[Buffer]]
 ) -> None:
     """Write a file, a piece of a tensor at a time, and wait until it is on the disk.
 
@@ -261,7 +261,9 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
             )
         entries = [cursor.tensor() for _ in range(count)]
         begin = _padded(file.tell())
-    return Header(metadata=metadata, tensors=_placed(path, entries, begin=begin, size=size))
+    return Header(
+        metadata=metadata, tensors=_tensors_by_name(path, entries, begin=begin, size=size)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +303,7 @@ def part_of(metadata: Metadata, path: Path) -> ModelPart | None:
     return ModelPart(number=None if number is None else number + 1, count=count)
 
 
-def _placed(
+def _tensors_by_name(
     path: Path, entries: list[TensorInfo], *, begin: int, size: int
 ) -> dict[str, TensorInfo]:
     """Tensors with offsets in the file; they have to follow each other and fill it from `begin`."""

@@ -42,23 +42,23 @@ def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict
         InputError: none was given, ranks of several worlds, a rank twice, or one is missing that
             may not be.
     """
-    found = list(measurements)
-    if not found:
+    listed = list(measurements)
+    if not listed:
         raise InputError(
             "measurements: none was given", "give the folder that holds rank-000-of-... folders"
         )
     worlds: dict[int, str] = {}
-    for measurement in found:
+    for measurement in listed:
         worlds.setdefault(measurement.meta["mesh"]["world"], measurement.who)
     if len(worlds) > 1:
-        told = ", ".join(f"{who} of {world}" for world, who in sorted(worlds.items()))
-        raise InputError(f"measurements: made by {some(worlds)} ranks ({told})", _ONE)
+        counts = ", ".join(f"{who} of {world}" for world, who in sorted(worlds.items()))
+        raise InputError(f"measurements: made by {some(worlds)} ranks ({counts})", _ONE)
     (world,) = worlds
-    times = Counter(measurement.meta["mesh"]["rank"] for measurement in found)
+    times = Counter(measurement.meta["mesh"]["rank"] for measurement in listed)
     missing = sorted(set(range(world)) - set(times))
     twice = sorted(rank for rank, n in times.items() if n > 1)
     if twice or (missing and not allow_missing):
-        doubled = [m.origin for m in found if times[m.meta["mesh"]["rank"]] > 1 and m.origin]
+        doubled = [m.origin for m in listed if times[m.meta["mesh"]["rank"]] > 1 and m.origin]
         raise InputError(
             f"measurements of {world} ranks: missing {some(missing)}, twice {some(twice)}"
             + (f" ({', '.join(doubled[:4])})" if doubled else ""),
@@ -66,7 +66,7 @@ def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict
             + ("" if twice else ", or pass --allow-missing to go on without those replicas"),
         )
     return {
-        m.meta["mesh"]["rank"]: m for m in sorted(found, key=lambda m: int(m.meta["mesh"]["rank"]))
+        m.meta["mesh"]["rank"]: m for m in sorted(listed, key=lambda m: int(m.meta["mesh"]["rank"]))
     }
 
 
@@ -168,7 +168,7 @@ def _check_statistics(ranks: Mapping[int, Measurement]) -> None:
     tensors: Mapping[str, Placement] = first.meta["tensors"]
     experts = {name for name, placement in tensors.items() if placement["kind"] == "expert"}
     reference = {key for key in first.statistics if key.partition("|")[0] not in experts}
-    known: set[str] = set()
+    seen: set[str] = set()
     for measurement in ranks.values():
         keys = set(measurement.statistics)
         if experts:
@@ -188,9 +188,9 @@ def _check_statistics(ranks: Mapping[int, Measurement]) -> None:
                 "such statistics)",
                 "measure every rank with the same --stats",
             )
-        if keys - known:
+        if keys - seen:
             _check_keys(measurement)
-            known |= keys
+            seen |= keys
 
 
 def _check_keys(measurement: Measurement) -> None:

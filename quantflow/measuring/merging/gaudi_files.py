@@ -115,15 +115,15 @@ def unify_triples(
 def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
     """Rank -> the part of the model that it holds, from 0; all 0 where every rank holds a copy."""
     seen: dict[object, int] = {}
-    found = {}
+    part_of_rank = {}
     for rank, triple in sorted(triples.items()):
         weights = [
             node.weight for _, node in sorted(triple.nodes.items()) if node.weight is not None
         ]
         # without weights nobody is a copy
         recognised = tuple(tuple(weight.flatten().tolist()) for weight in weights) or rank
-        found[rank] = seen.setdefault(recognised, len(seen))
-    return found
+        part_of_rank[rank] = seen.setdefault(recognised, len(seen))
+    return part_of_rank
 
 
 def _refuse_missing(
@@ -257,9 +257,9 @@ def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
         largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())
     # exact, whatever lies between the summands
     total = sum(map(Fraction, largest.values()), Fraction(0))
-    found = torch.tensor([[float(total)]], dtype=torch.float32)
+    bound = torch.tensor([[float(total)]], dtype=torch.float32)
     return (
-        found
-        if Fraction(found.item()) >= total
-        else torch.nextafter(found, torch.full_like(found, torch.inf))
+        bound
+        if Fraction(bound.item()) >= total
+        else torch.nextafter(bound, torch.full_like(bound, torch.inf))
     )

@@ -80,10 +80,10 @@ def check_groups(groups: Sequence[Sequence[int]], world: int) -> None:
         "named twice": sorted(rank for rank, count in times.items() if count > 1),
         "unknown": sorted(rank for rank in times if not 0 <= rank < world),
     }
-    found = "; ".join(f"{fault} {some(ranks)}" for fault, ranks in faults.items() if ranks)
-    if found:
+    problems = "; ".join(f"{fault} {some(ranks)}" for fault, ranks in faults.items() if ranks)
+    if problems:
         raise UsageError(
-            f"groups of {world} ranks: {found}", "name every rank in exactly one group"
+            f"groups of {world} ranks: {problems}", "name every rank in exactly one group"
         )
     sizes = sorted({len(group) for group in groups})
     if len(sizes) != 1 or not sizes[0]:
@@ -107,11 +107,11 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     Raises:
         UsageError: naming the group and the cards that do not fit.
     """
-    told = [f"group {index} ({some(group)})" for index, group in enumerate(groups)]
-    rows = [_rows(group, tp, where) for group, where in zip(groups, told, strict=True)]
+    labels = [f"group {index} ({some(group)})" for index, group in enumerate(groups)]
+    rows = [_rows(group, tp, where) for group, where in zip(groups, labels, strict=True)]
     size = len(rows[0][0])
     parts = tp // size
-    for index, (group, where) in enumerate(zip(rows, told, strict=True)):
+    for index, (group, where) in enumerate(zip(rows, labels, strict=True)):
         held = [rank % tp for rank in group[0]]
         first = index % parts * size
         if tp % size or held != list(range(first, first + size)):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantflow.distributed.placement import Layout
+from quantflow.distributed.placement import Sharing
 from quantflow.errors import StatisticsError
 from quantflow.numerics.statistics import ADDED, FOLDED, JOINED, LARGER, ONCE, SMALLER, Statistic
 from quantflow.observers import statistic_named
@@ -49,7 +49,7 @@ _FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Value(NamedTuple):
+class RankValue(NamedTuple):
     """One statistic on one rank.
 
     Attributes:
@@ -65,9 +65,9 @@ class Value(NamedTuple):
 
 def merge(
     key: Key,
-    replicas: Sequence[Sequence[Value]],
+    replicas: Sequence[Sequence[RankValue]],
     *,
-    layout: Layout,
+    sharing: Sharing,
     stacks: Sequence[Sequence[Sequence[int]]],
 ) -> tuple[Tensor, str]:
     """Merge one statistic.
@@ -75,7 +75,7 @@ def merge(
     Args:
         key: key of the statistic.
         replicas: its values, one row per replica, in rank order.
-        layout: sharing of the tensor's channels among the cards of a replica.
+        sharing: sharing of the tensor's channels among the cards of a replica.
         stacks: positions of each row that hold the same share, in the order of the shares.
 
     Returns:
@@ -91,7 +91,7 @@ def merge(
     rules, combined = [], []
     for row, shares in zip(replicas, stacks, strict=True):
         parts = [_agreed(key, [row[position] for position in stack]) for stack in shares]
-        within = _within(key, statistic, layout) if len(parts) > 1 else None
+        within = _within(key, statistic, sharing) if len(parts) > 1 else None
         rules += [ONCE] if len(parts) < len(row) else []
         rules += [within] if within else []
         combined.append(_combined(key, parts, within) if within else parts[0])
@@ -102,11 +102,11 @@ def merge(
     return combined[0].tensor, ", then ".join(dict.fromkeys(rules)) or "kept"
 
 
-def _within(key: Key, statistic: Statistic, layout: Layout) -> str:
+def _within(key: Key, statistic: Statistic, sharing: Sharing) -> str:
     """The rule that combines the shares of one replica's cards."""
-    if layout == "samples":
+    if sharing == "samples":
         return statistic.fold
-    if layout == "partial":
+    if sharing == "partial":
         if not statistic.is_sum:
             return BOUNDED
         raise StatisticsError(
@@ -123,7 +123,7 @@ def _within(key: Key, statistic: Statistic, layout: Layout) -> str:
     return statistic.fold if statistic.cards == FOLDED else statistic.cards
 
 
-def _combined(key: Key, parts: Sequence[Value], rule: str) -> Value:
+def _combined(key: Key, parts: Sequence[RankValue], rule: str) -> RankValue:
     tensors = [part.tensor for part in parts]
     if rule == JOINED:
         tensor = torch.cat(tensors)
@@ -133,7 +133,7 @@ def _combined(key: Key, parts: Sequence[Value], rule: str) -> Value:
         tensor = _bound(tensors)
     else:
         tensor = reduce(_FOLDS[rule], tensors)
-    return Value(who=parts[0].who, tensor=tensor, channels=sum(part.channels for part in parts))
+    return RankValue(who=parts[0].who, tensor=tensor, channels=sum(part.channels for part in parts))
 
 
 def _bound(summands: Sequence[Tensor]) -> Tensor:
@@ -144,7 +144,7 @@ def _bound(summands: Sequence[Tensor]) -> Tensor:
     return torch.where(short, torch.nextafter(rounded, exact.sign().float() * torch.inf), rounded)
 
 
-def _agreed(key: Key, values: Sequence[Value]) -> Value:
+def _agreed(key: Key, values: Sequence[RankValue]) -> RankValue:
     """The first of values that have to be equal, since they are statistics of the same numbers."""
     first = values[0]
     for other in values[1:]:
@@ -169,7 +169,7 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
     return first
 
 
-def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
+def _refuse_unusable(key: Key, values: Sequence[RankValue]) -> None:
     """Refuse values of another dtype or shape than they must have, NaN, Inf and the wrong sign."""
     dtype = values[0].tensor.dtype
     statistic = statistic_named(key.statistic)

@@ -26,19 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.distributed.placement import channels, joined, layout, shares
+from quantflow.distributed.placement import channels, joined, shares, sharing
 from quantflow.errors import InputError, StatisticsError
 from quantflow.measuring.merging.agreement import by_rank, check_agreement
 from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
 from quantflow.measuring.merging.grouping import arrange, check_groups, some
-from quantflow.measuring.merging.one_statistic import BOUNDED, Value, merge
+from quantflow.measuring.merging.one_statistic import BOUNDED, RankValue, merge
 from quantflow.measuring.record import Measurement
 from quantflow.measuring.routing import routed_key
 from quantflow.measuring.stored import Deferred, Later, spec_of
 from quantflow.observers.amax import AMAX
 from quantflow.observers.keys import Key, by_site, is_matrix
 
-Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
+RankMesh = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
 
 @dataclass(kw_only=True)
@@ -101,7 +101,7 @@ def unify_each(
     check_groups(groups, mesh["world"])
     check_agreement(ranks)
     arrangement = arrange(groups, tp=mesh["tp"])
-    grids: list[Grid] = []
+    grids: list[RankMesh] = []
     for index, rows in enumerate(arrangement.groups):
         grids.append([[ranks[rank] for rank in row] for row in rows if row[0] in ranks])
         if not grids[-1]:
@@ -120,7 +120,7 @@ def unify_each(
         yield _merge_group(grid, tensors[rank], mesh={"rank": rank, **shape}, about=about)
 
 
-def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
+def _tensors(grid: RankMesh) -> dict[str, dict[str, Any]]:
     """The placements of the tensors that a group holds together."""
     members = [member for row in grid for member in row]
     return {
@@ -143,7 +143,7 @@ def _expert_ranks(groups: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
 
 
 def _merge_group(
-    grid: Grid,
+    grid: RankMesh,
     tensors: dict[str, dict[str, Any]],
     *,
     mesh: dict[str, int],
@@ -185,7 +185,7 @@ def _merge_group(
     )
 
 
-def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
+def _merge_statistics(grid: RankMesh) -> tuple[Deferred, _Account]:
     """The statistics of a group's ranks together; matrices are merged one by one, on demand."""
     account = _Account()
     merged = dict[str, Tensor]()
@@ -203,7 +203,9 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
         for statistic in statistics:
             key = Key(name, site, statistic)
             text = str(key)
-            merging = partial(_merged, key, rows, widths, layout=layout(first, site), stacks=stacks)
+            merging = partial(
+                _merged, key, rows, widths, sharing=sharing(first, site), stacks=stacks
+            )
             merged[text], rule = merging()
             if is_matrix(text):  # checked now, and merged again when it is written
                 later[text] = Later(spec_of(merged, text), partial(_first, merging))
@@ -223,12 +225,12 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
 
 
 def _merged(
-    key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any
+    key: Key, rows: RankMesh, widths: Sequence[Sequence[int]], **shared: Any
 ) -> tuple[Tensor, str]:
     """A statistic of every rank merged, and by which rule."""
     values = [
         [
-            Value(member.who, member.statistics[str(key)], width)
+            RankValue(member.who, member.statistics[str(key)], width)
             for member, width in zip(*cells, strict=True)
         ]
         for cells in zip(rows, widths, strict=True)

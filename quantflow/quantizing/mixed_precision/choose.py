@@ -46,7 +46,7 @@ def mixture_of(
     plan: Plan,
     *,
     model: Path,
-    given: Path | None,
+    measurement_path: Path | None,
     source: ModelFiles,
     graph: Graph,
     resources: Resources,
@@ -60,7 +60,7 @@ def mixture_of(
         entry: the artifact's part of the recipe.
         plan: plan of the entry with its own scheme for every linear that is to be chosen for.
         model: the source folder.
-        given: the measurement's folder.
+        measurement_path: the measurement's folder.
         source: the model.
         graph: names of its linears.
         resources: memory and disk.
@@ -73,7 +73,7 @@ def mixture_of(
         ResourceError: the memory does not suffice.
     """
     measured, measurement = measurement_of(
-        given, plan, scheme=entry.scheme, source=source, graph=graph, progress=progress
+        measurement_path, plan, scheme=entry.scheme, source=source, graph=graph, progress=progress
     )
     assert measurement is not None  # the plan needs one
     with stage_folder.locked(folder), single_threaded():
@@ -86,11 +86,11 @@ def mixture_of(
         key = chosen_mixture.key_of(
             entry, model=fingerprint, measurement=measurement.meta["digest"]
         )
-        found = chosen_mixture.read(folder, entry, graph, key=key)
-        if found is None:
+        mixture = chosen_mixture.read(folder, entry, graph, key=key)
+        if mixture is None:
             need = need_choice(model_size(source.checkpoint.infos, source.config, graph))
             with Workers(grant(need, resources, folder=folder).workers) as workers:
-                found = _worked_out(
+                mixture = _worked_out(
                     entry,
                     plan,
                     key=key,
@@ -100,8 +100,8 @@ def mixture_of(
                     workers=workers,
                     progress=progress,
                 )
-            chosen_mixture.write(folder, found)
-        return found
+            chosen_mixture.write(folder, mixture)
+        return mixture
 
 
 def _worked_out(
@@ -146,9 +146,9 @@ def tell(
     folder: Path, mixture: ChosenMixture, *, model: Path, revision: str | None, seed: int
 ) -> None:
     """Write the choice, for people and for a manifest."""
-    told = f"Schemes chosen for {_asked(mixture.entry)}: {mixture.told}."
+    heading = f"Schemes chosen for {_asked(mixture.entry)}: {mixture.description}."
     recipe = recipe_text(
-        mixture.resolved(), model=str(model), revision=revision, seed=seed, told=told
+        mixture.resolved(), model=str(model), revision=revision, seed=seed, heading=heading
     )
     disk.write_atomic(folder / RECIPE, recipe.encode())
     disk.write_atomic(folder / RECORD, canonical_json(mixture.as_json()))
@@ -207,13 +207,13 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     by_candidate: dict[int, list[tuple[int, int, float]]] = {}
     for item in record["items"]:
         option = next(one for one in item["options"] if one["candidate"] == item["chosen"])
-        found = by_candidate.setdefault(item["chosen"], [])
-        found.append((len(item["linears"]), option["bits"], option["predicted_kld"]))
-    total = sum(bits for found in by_candidate.values() for _, bits, _ in found)
+        row_parts = by_candidate.setdefault(item["chosen"], [])
+        row_parts.append((len(item["linears"]), option["bits"], option["predicted_kld"]))
+    total = sum(bits for row_parts in by_candidate.values() for _, bits, _ in row_parts)
     table = []
-    for number, found in sorted(by_candidate.items()):
+    for number, row_parts in sorted(by_candidate.items()):
         candidate = Candidate(**record["candidates"][number])
-        linears, bits, cost = (sum(column) for column in zip(*found, strict=True))
+        linears, bits, cost = (sum(column) for column in zip(*row_parts, strict=True))
         size = "" if candidate.group_size is None else str(candidate.group_size)
         table.append(
             (candidate.scheme, size, str(linears), f"{bits / total:.1%}", "", f"{cost:.3g}")

@@ -26,8 +26,8 @@ from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.models.graph import Graph
 from quantflow.planning.recipe import Candidate, Override, Quantize
-from quantflow.quantizing.mixed_precision.knapsack import least
-from quantflow.quantizing.mixed_precision.sensitivity import Item, candidates_of
+from quantflow.quantizing.mixed_precision.knapsack import solve_multiple_choice_knapsack
+from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, candidates_of
 
 VERSION = 1  # of what is predicted and how it is chosen
 ROUNDS = 6  # of quantizing and measuring, after which the best of them is taken
@@ -69,7 +69,7 @@ class ChosenMixture:
     key: str
     entry: Quantize
     graph: Graph
-    items: tuple[Item, ...]
+    items: tuple[ChoiceItem, ...]
     tokens: int
     fixed: tuple[int, int]
     rounds: tuple[Round, ...] = ()
@@ -107,7 +107,7 @@ class ChosenMixture:
         return self.rounds[-1].measured if self.rounds else None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The choice in a few words."""
         before = self.rounds[:-1] if self.settled else self.rounds
         text = f"{self.bits_per_weight(self.picks):.4f} bits per weight, predicted mean KLD "
@@ -250,7 +250,7 @@ class ChosenMixture:
         self, items: Sequence[Mapping[int, tuple[float, float]]], limit: float
     ) -> tuple[int, ...] | None:
         """The candidate of every item, by number."""
-        found = least([list(options.values()) for options in items], limit)
+        found = solve_multiple_choice_knapsack([list(options.values()) for options in items], limit)
         return (
             None
             if found is None
@@ -315,7 +315,7 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
             entry=entry,
             graph=graph,
             items=tuple(
-                Item(
+                ChoiceItem(
                     linears=tuple(item["linears"]),
                     weights=item["weights"],
                     options={
@@ -368,7 +368,9 @@ def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph
     ]
 
 
-def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int, told: str) -> str:
+def recipe_text(
+    entry: Quantize, *, model: str, revision: str | None, seed: int, heading: str
+) -> str:
     """The recipe that quantizes with the choice, as YAML.
 
     Args:
@@ -376,10 +378,10 @@ def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int,
         model: the source folder.
         revision: revision of the source.
         seed: seed of the run.
-        told: sentence about the choice for the head of the file.
+        heading: sentence about the choice for the head of the file.
     """
     lines = [
-        f"# {told}",
+        f"# {heading}",
         "# Edit it and run it again: quantflow quantize MODEL -o DIR --recipe recipe.yaml "
         "--measurement MEASUREMENT",
         f"model: {json.dumps(model)}",
@@ -388,20 +390,22 @@ def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int,
         "quantize:",
     ]
     usual = {each.name: each.default for each in fields(entry)}
-    given = {
+    settings = {
         key: value
         for key, value in asdict(entry).items()
         if value != usual[key] and key != "overrides"
     }
-    for position, (key, value) in enumerate(given.items()):
+    for position, (key, value) in enumerate(settings.items()):
         lines.append(f"  {'-' if position == 0 else ' '} {key}: {json.dumps(value)}")
     if entry.overrides:
         lines.append("    overrides:")
     for override in entry.overrides:
-        words = {key: value for key, value in asdict(override).items() if value is not None}
+        override_settings = {
+            key: value for key, value in asdict(override).items() if value is not None
+        }
         lines.append(
             "      - {"
-            + ", ".join(f"{key}: {json.dumps(value)}" for key, value in words.items())
+            + ", ".join(f"{key}: {json.dumps(value)}" for key, value in override_settings.items())
             + "}"
         )
     return "\n".join(lines) + "\n"

@@ -6,12 +6,13 @@ limited.
 
 For a price per unit of the limited number the best options are each item's own affair. As the price
 falls they walk along the lower convex hull of all combinations, one step of one item at a time
-(`frontier`). Between two corners of the hull `least` goes on from the price at which the limit is
-reached: a combination better than the one at hand can only hold options that lose less at that
-price than it is from the bound that the price gives. The other options are searched item by item,
-keeping combinations that no other beats in both sums. Sources: Everett 1963, "Generalized Lagrange
-multiplier method"; Kellerer, Pferschy, Pisinger 2004, "Knapsack problems", chapter 11 (hull, bounds
-and fixing of options); Nemhauser, Ullmann 1969 (lists of undominated sums).
+(`frontier`). Between two corners of the hull `solve_multiple_choice_knapsack` goes on from the
+price at which the limit is reached: a combination better than the one at hand can only hold options
+that lose less at that price than it is from the bound that the price gives. The other options are
+searched item by item, keeping combinations that no other beats in both sums. Sources: Everett 1963,
+"Generalized Lagrange multiplier method"; Kellerer, Pferschy, Pisinger 2004, "Knapsack problems",
+chapter 11 (hull, bounds and fixing of options); Nemhauser, Ullmann 1969 (lists of undominated
+sums).
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ Option = tuple[float, float]  # what is limited, what is to be small; each at le
 MOST_SUMS = 2000
 
 
-class _Step(NamedTuple):
+class _HullStep(NamedTuple):
     """A step from one option of an item to the next on its hull.
 
     `gain` is the saving per unit of the limited number.
@@ -68,7 +69,9 @@ def frontier(items: Sequence[Sequence[Option]]) -> list[tuple[int, ...]]:
     return corners
 
 
-def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | None:
+def solve_multiple_choice_knapsack(
+    items: Sequence[Sequence[Option]], limit: float
+) -> tuple[int, ...] | None:
     """The combination with the smallest second sum among those whose first sum is at most `limit`.
 
     It is the best one as long as no more than MOST_SUMS combinations have to be kept after an item;
@@ -106,8 +109,8 @@ def _better(
     """The best combination that is better than `picks`, or None where there is none.
 
     Args:
-        items: see `least`.
-        limit: see `least`.
+        items: see `solve_multiple_choice_knapsack`.
+        limit: see `solve_multiple_choice_knapsack`.
         picks: a combination within the limit.
         price: price at which the hull crosses the limit.
     """
@@ -129,10 +132,10 @@ def _better(
             if before.loss + loss < gap and before.limited + a + rest[index + 1] <= limit
         ]
         sums = _undominated(grown)
-    found = min(sums, key=lambda one: one.small, default=None)
-    if found is None or found.small >= _sum(items, picks, 1):
+    smallest = min(sums, key=lambda one: one.small, default=None)
+    if smallest is None or smallest.small >= _sum(items, picks, 1):
         return None
-    return _options_of(found)
+    return _options_of(smallest)
 
 
 def _undominated(sums: list[_Sums]) -> list[_Sums]:
@@ -169,10 +172,10 @@ def _hull(options: Sequence[Option]) -> list[int]:
     return kept
 
 
-def _steps(items: Sequence[Sequence[Option]], hulls: Sequence[Sequence[int]]) -> list[_Step]:
+def _steps(items: Sequence[Sequence[Option]], hulls: Sequence[Sequence[int]]) -> list[_HullStep]:
     """The steps along all hulls, by gain, the largest first; those of an item in its own order."""
     steps = [
-        _Step(_gain(items[item], before, after), item, after)
+        _HullStep(_gain(items[item], before, after), item, after)
         for item, hull in enumerate(hulls)
         for before, after in zip(hull, hull[1:], strict=False)
     ]

@@ -197,11 +197,11 @@ def _logits(stream: LayerStream, hidden: dict[str, HiddenStates], name: str, num
 
 def _head(sequences: list[Tensor]) -> list[Tensor]:
     """The first sequences, at least one, that have TOKENS tokens at most."""
-    found = list(sequences[:1])
+    first = list(sequences[:1])
     left = TOKENS - len(sequences[0])
     for sequence in sequences[1:]:
         left -= len(sequence)
         if left < 0:
             break
-        found.append(sequence)
-    return found
+        first.append(sequence)
+    return first

@@ -31,7 +31,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class ChoiceItem:
     """Linears that get one scheme.
 
     Attributes:
@@ -82,7 +82,7 @@ def items_of(
     source: ModelFiles,
     measurement: Measurement,
     workers: Workers,
-) -> list[Item]:
+) -> list[ChoiceItem]:
     """The items of a layer with the bits and the cost of every candidate.
 
     Args:
@@ -100,7 +100,7 @@ def items_of(
     schemes = {
         number: scheme_of(each.scheme, each.group_size) for number, each in enumerate(candidates)
     }
-    found = []
+    items = []
     for group in layer.groups:
         names = [name for name in group.linears if name in wanted]
         for members in [names] if group.fused and names else [[name] for name in names]:
@@ -117,8 +117,8 @@ def items_of(
                     "give candidates with others, or ignore the linear",
                 )
             costs = workers.map(partial(_costs, fitting, source, measurement), members)
-            found.append(
-                Item(
+            items.append(
+                ChoiceItem(
                     linears=tuple(members),
                     weights=sum(elements_of(info) for info in infos.values()),
                     options={
@@ -130,7 +130,7 @@ def items_of(
                     },
                 )
             )
-    return found
+    return items
 
 
 def all_items(
@@ -142,13 +142,13 @@ def all_items(
     measurement: Measurement,
     workers: Workers,
     progress: Progress,
-) -> list[Item]:
+) -> list[ChoiceItem]:
     """The items of every layer."""
     candidates = candidates_of(entry)
-    known = set(wanted)
-    items: list[Item] = []
+    wanted_names = set(wanted)
+    items: list[ChoiceItem] = []
     for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
-        mine = [name for name in layer.linears if name in known]
+        mine = [name for name in layer.linears if name in wanted_names]
         items += items_of(
             layer, mine, candidates, source=source, measurement=measurement, workers=workers
         )

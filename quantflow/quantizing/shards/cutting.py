@@ -24,19 +24,19 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
         raise UsageError(f"ranks={ranks}", "give 1 or more")
     for scheme in filter(None, plan.schemes.values()):
         if scheme.weights.granularity == "per_block":
-            told = (
+            cause = (
                 f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, "
                 "which a cut may split"
             )
-            raise UsageError(told, "choose scales per channel or group, or leave --ranks out")
+            raise UsageError(cause, "choose scales per channel or group, or leave --ranks out")
         rule = scheme.weights.scale_rule
         if plan.file_to_file and rule is not None and rule.value == "OPT":
-            told = (
+            cause = (
                 f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each "
                 "card has a part"
             )
             raise UsageError(
-                told, "use a method without search such as maxabs_hw, or leave --ranks out"
+                cause, "use a method without search such as maxabs_hw, or leave --ranks out"
             )
     config = load_config(source.checkpoint)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}

@@ -154,7 +154,7 @@ def sliced(
         schemes: linear -> its scheme.
         share: the card's part; a linear that it does not name is whole.
     """
-    found = dict(tensors)
+    own = dict(tensors)
     for name in linears:
         placement = share.placements.get(name, {"axis": None})
         axis = placement["axis"]
@@ -163,18 +163,18 @@ def sliced(
             continue
         part = slice(placement["offset"], placement["offset"] + placement["length"])
         if axis == 0 and bias in tensors:
-            found[bias] = tensors[bias][part].contiguous()
+            own[bias] = tensors[bias][part].contiguous()
         scheme = schemes[name]
         if scheme is None:
             weight = f"{name}.weight"
-            found[weight] = (
+            own[weight] = (
                 tensors[weight][part] if axis == 0 else tensors[weight][:, part]
             ).contiguous()
             continue
         linear = FORMAT.decode(name, tensors, scheme)
         held = replace(linear, weight=cut(linear.weight, part, axis=axis))
-        found |= FORMAT.encode(name, held, scale_dtype=tensors[f"{name}.weight_scale"].dtype)
-    return found
+        own |= FORMAT.encode(name, held, scale_dtype=tensors[f"{name}.weight_scale"].dtype)
+    return own
 
 
 def put_together(
@@ -187,7 +187,7 @@ def put_together(
         linears: names of the layer's linears.
         schemes: linear -> its scheme.
     """
-    found = dict(parts[0][1])
+    joined_tensors = dict(parts[0][1])
     counts = {}
     for name in linears:
         holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
@@ -197,10 +197,10 @@ def put_together(
             continue
         bias = f"{name}.bias"
         scheme = schemes[name]
-        if axis == 0 and bias in found:
-            found[bias] = torch.cat([tensors[bias] for tensors in held])
+        if axis == 0 and bias in joined_tensors:
+            joined_tensors[bias] = torch.cat([tensors[bias] for tensors in held])
         if scheme is None:
-            found[f"{name}.weight"] = torch.cat(
+            joined_tensors[f"{name}.weight"] = torch.cat(
                 [tensors[f"{name}.weight"] for tensors in held], dim=axis
             )
             continue
@@ -208,8 +208,10 @@ def put_together(
         whole = replace(
             decoded[0], weight=side_by_side([linear.weight for linear in decoded], axis=axis)
         )
-        found |= FORMAT.encode(name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype)
-    return found, counts
+        joined_tensors |= FORMAT.encode(
+            name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype
+        )
+    return joined_tensors, counts
 
 
 def _span(share: CardShare, name: str) -> tuple[int, int]:

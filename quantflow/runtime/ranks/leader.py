@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.distributed.wire import Wire
+from quantflow.distributed.communicator import Communicator
 from quantflow.runtime.decoder import HiddenDecoder
 
 _CALLS = ("end", "begin", "forward", "forward_hidden", "keep", "crop")
@@ -26,10 +26,10 @@ class Leader:
         own: rank 0's decoder.
     """
 
-    def __init__(self, own: HiddenDecoder, wire: Wire) -> None:
+    def __init__(self, own: HiddenDecoder, communicator: Communicator) -> None:
         """Speak for all ranks; nothing is said yet."""
         self.vocab_size, self.positions, self.device = own.vocab_size, own.positions, own.device
-        self.own, self._wire = own, wire
+        self.own, self._communicator = own, communicator
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """See `Decoder.begin`."""
@@ -75,20 +75,20 @@ class Leader:
         message = functional.pad(
             torch.cat([torch.tensor([_CALLS.index(call), len(rest)]), rest]), (0, _WORDS)
         )
-        self._wire.broadcast(message[:_WORDS].contiguous())
+        self._communicator.broadcast(message[:_WORDS].contiguous())
         if len(rest) > _WORDS - 2:
-            self._wire.broadcast(message[_WORDS : len(rest) + 2].contiguous())
+            self._communicator.broadcast(message[_WORDS : len(rest) + 2].contiguous())
 
 
-def follow(decoder: HiddenDecoder, wire: Wire) -> None:
+def follow(decoder: HiddenDecoder, communicator: Communicator) -> None:
     """Do what rank 0's `Leader` does, until its end."""
     while True:
         message = torch.empty(_WORDS, dtype=torch.int64)
-        wire.broadcast(message)
+        communicator.broadcast(message)
         number, length = message[:2].tolist()
         if length > _WORDS - 2:
             remainder = torch.empty(length - (_WORDS - 2), dtype=torch.int64)
-            wire.broadcast(remainder)
+            communicator.broadcast(remainder)
             message = torch.cat([message, remainder])
         call, rest = _CALLS[number], message[2 : length + 2]
         if call == "end":

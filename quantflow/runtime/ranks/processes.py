@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from quantflow.distributed.binding import cores_of
+from quantflow.distributed.communicator import Communicator
 from quantflow.distributed.launch import (
     die_with_parent,
     launch,
@@ -25,7 +26,6 @@ from quantflow.distributed.launch import (
 )
 from quantflow.distributed.shared_memory import nearest
 from quantflow.distributed.team import Team, connected, together
-from quantflow.distributed.wire import Wire
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime import lean
@@ -62,7 +62,7 @@ class RankedJob(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Gloo:
-    """A `Wire` over torch's process group.
+    """A `Communicator` over torch's process group.
 
     Attributes:
         verb: verb that runs, for messages.
@@ -83,14 +83,14 @@ class Gloo:
         return self.team.world
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `Wire.gather`."""
+        """See `Communicator.gather`."""
         parts = part.new_empty(self.world, *part.shape)
         with connected(self.verb):
             distributed.all_gather(list(parts.unbind()), part, group=self.team.group)
         return parts
 
     def broadcast(self, numbers: Tensor) -> None:
-        """See `Wire.broadcast`."""
+        """See `Communicator.broadcast`."""
         with connected(self.verb):
             distributed.broadcast(numbers, 0, group=self.team.group)
 
@@ -228,8 +228,8 @@ def bound(verb: str, *, asked: bool) -> Iterator[None]:
 
 
 @contextmanager
-def joined(verb: str, world: int) -> Iterator[Wire | None]:
-    """Yield the wire to the other ranks that torchrun started; None for a process of its own."""
+def joined(verb: str, world: int) -> Iterator[Communicator | None]:
+    """Yield the communicator to the ranks that torchrun started; None for a process of its own."""
     launched = launched_rank()
     if launched is None or world == 1:
         yield None
@@ -239,25 +239,27 @@ def joined(verb: str, world: int) -> Iterator[Wire | None]:
         yield nearest(verb, Gloo(verb=verb, team=team))
 
 
-def drive(loaded: Loaded, wire: Wire | None, work: Callable[[Loaded], Result]) -> Result | None:
+def drive(
+    loaded: Loaded, communicator: Communicator | None, work: Callable[[Loaded], Result]
+) -> Result | None:
     """Run `work` on rank 0, or alone; the other ranks follow until rank 0 is done.
 
     Args:
         loaded: loaded artifact with this rank's part of the decoder.
-        wire: wire of `joined`.
+        communicator: communicator of `joined`.
         work: function that calls the decoder at will.
 
     Returns:
         The result of `work`; None on the other ranks.
     """
-    if wire is None:
+    if communicator is None:
         return work(loaded)
     decoder: Any = loaded.decoder
     assert isinstance(decoder, HiddenDecoder)  # the lean one
-    if wire.rank:
-        follow(decoder, wire)
+    if communicator.rank:
+        follow(decoder, communicator)
         return None
-    leader = Leader(decoder, wire)
+    leader = Leader(decoder, communicator)
     result = work(replace(loaded, decoder=leader))
     leader.end()
     return result

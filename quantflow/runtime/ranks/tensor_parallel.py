@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.backends.backend import Case
-from quantflow.distributed.wire import Wire
+from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import compressed_tensors
@@ -40,7 +40,7 @@ from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank
-Function = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 # scales of a quantized cache: one number, or one for each kv head
 _OF_HEADS = ("k_scale", "v_scale")
 # A share of a matrix that is not quantized has a multiple of so many rows: MKL adds up a row in
@@ -55,20 +55,20 @@ class Ranks:
         artifact: the share; its configuration counts the rank's heads.
     """
 
-    def __init__(self, artifact: Artifact, wire: Wire) -> None:
+    def __init__(self, artifact: Artifact, communicator: Communicator) -> None:
         """Cut; no weight is read.
 
         Args:
             artifact: the whole, of a family that the lean decoder runs.
-            wire: to the other ranks.
+            communicator: to the other ranks.
 
         Raises:
             UsageError: it cannot be cut over so many ranks; names the sizes that can be.
         """
-        self._wire, self._spans = wire, spans_of(artifact, wire.world)
-        self.artifact = _share(artifact, self._spans, wire.rank)
+        self._communicator, self._spans = communicator, spans_of(artifact, communicator.world)
+        self.artifact = _share(artifact, self._spans, communicator.rank)
 
-    def across(self, product: Function, feeder: str, name: str) -> Function:
+    def across(self, product: TensorFunction, feeder: str, name: str) -> TensorFunction:
         """The function from the rank's part of an input to all features of a linear.
 
         Args:
@@ -80,12 +80,12 @@ class Ranks:
         whole = self.joined(product, name)
         return lambda x: whole(self._gather(x, inputs))
 
-    def joined(self, product: Function, name: str) -> Function:
+    def joined(self, product: TensorFunction, name: str) -> TensorFunction:
         """The function to all rows of the linear `name`, from one to the rank's rows."""
         outputs = self._widths(name)
         return lambda x: self._gather(product(x), outputs)
 
-    def embedding(self, table: Tensor, name: str) -> Function:
+    def embedding(self, table: Tensor, name: str) -> TensorFunction:
         """The function from token ids [N] to rows of an embedding, [N, H] float32.
 
         Args:
@@ -96,7 +96,7 @@ class Ranks:
             UsageError: raised by the function for an id that no rank has a row for.
         """
         spans = self._spans[name]
-        rows, first = sum(count for _, count in spans), spans[self._wire.rank][0]
+        rows, first = sum(count for _, count in spans), spans[self._communicator.rank][0]
         ends = torch.tensor([start + count for start, count in spans])
 
         def embed(ids: Tensor) -> Tensor:
@@ -107,7 +107,9 @@ class Ranks:
                 )
             # any row stands for a token of another rank: it is not taken
             own = (ids - first).clamp(0, len(table) - 1)
-            parts = self._wire.gather(functional.embedding(own, table).float())  # [ranks, N, H]
+            parts = self._communicator.gather(
+                functional.embedding(own, table).float()
+            )  # [ranks, N, H]
             # [N, H]
             return parts[
                 torch.bucketize(ids.contiguous(), ends, right=True), torch.arange(len(ids))
@@ -125,7 +127,9 @@ class Ranks:
         """
         widest = max(widths)
         # [ranks, N, widest]
-        parts = self._wire.gather(functional.pad(part, (0, widest - part.shape[1])).contiguous())
+        parts = self._communicator.gather(
+            functional.pad(part, (0, widest - part.shape[1])).contiguous()
+        )
         if min(widths) == widest:
             return parts.transpose(0, 1).reshape(len(part), -1)  # [N, ranks * widest]
         return torch.cat(
@@ -164,7 +168,7 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         )
     spans = _spans(artifact, blueprint, world)
     if isinstance(spans, str):
-        counts = range(1, blueprint.heads.query + 1)
+        counts = range(1, blueprint.heads.num_heads + 1)
         fitting = [
             str(count)
             for count in counts
@@ -176,21 +180,21 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
 
 def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
     """The spans, or a sentence about what does not divide."""
-    heads = blueprint.heads.query
-    kv_heads = blueprint.heads.shared
-    dim = blueprint.heads.dim
+    num_heads = blueprint.heads.num_heads
+    kv_heads = blueprint.heads.num_kv_heads
+    head_dim = blueprint.heads.head_dim
     names = blueprint.names
-    if heads % world or (kv_heads % world and world % kv_heads):
-        return f"{heads} heads, {kv_heads} of keys and values, do not go whole"
+    if num_heads % world or (kv_heads % world and world % kv_heads):
+        return f"{num_heads} heads, {kv_heads} of keys and values, do not go whole"
     # rows of a rank's query heads, and of its kv heads, which several ranks hold where they are few
-    own, copied = heads // world * dim, max(1, kv_heads // world) * dim
+    own, copied = num_heads // world * head_dim, max(1, kv_heads // world) * head_dim
     spans: dict[str, Spans] = {}
     others = [[names.embedding], [artifact.head]]
     for prefix in (f"{names.layers}.{index}" for index in range(blueprint.layers)):
         query, *same = (f"{prefix}.{name}" for name in names.qkv)
         spans[query] = [(rank * own, own) for rank in range(world)]
         spans |= dict.fromkeys(
-            same, [(rank * kv_heads // world * dim, copied) for rank in range(world)]
+            same, [(rank * kv_heads // world * head_dim, copied) for rank in range(world)]
         )
         others += [
             [f"{prefix}.{name}" for name in group]
@@ -270,15 +274,15 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
     queries, keys = (
         spans[f"{blueprint.names.layers}.0.{name}"][rank] for name in blueprint.names.qkv[:2]
     )
-    dim = blueprint.heads.dim
+    head_dim = blueprint.heads.head_dim
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
-        if name in tensors and tensors[name][1].shape[0] == blueprint.heads.shared:
+        if name in tensors and tensors[name][1].shape[0] == blueprint.heads.num_kv_heads:
             file, info = tensors[name]
-            tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
+            tensors[name] = file, _some_rows(info, keys[0] // head_dim, keys[1] // head_dim)
     heads = {
-        "head_dim": dim,
-        "num_attention_heads": queries[1] // dim,
-        "num_key_value_heads": keys[1] // dim,
+        "head_dim": head_dim,
+        "num_attention_heads": queries[1] // head_dim,
+        "num_key_value_heads": keys[1] // head_dim,
     }
     checkpoint = replace(
         artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **heads}

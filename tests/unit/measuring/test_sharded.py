@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow.distributed.placement import channels, layout, shares
+from quantflow.distributed.placement import channels, shares, sharing
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.measuring.merging.ranks import unify
 from quantflow.measuring.record import read_measurement, write_measurement
@@ -62,8 +62,11 @@ def test_weights_cut_by_rows_are_concatenated_and_weights_cut_by_columns_are_max
 def test_gradients_and_guided_inputs_are_shared_as_outputs_and_inputs_are(made):
     """The gradient by a row's output is that of the sum, which every card has."""
     column, row = made.placement("up", 0), made.placement("down", 0)
-    assert [layout(column, where) for where in ("gradient", "guided_input")] == ["channels", "same"]
-    assert [layout(row, where) for where in ("gradient", "guided_input")] == ["same", "channels"]
+    assert [sharing(column, where) for where in ("gradient", "guided_input")] == [
+        "channels",
+        "same",
+    ]
+    assert [sharing(row, where) for where in ("gradient", "guided_input")] == ["same", "channels"]
     assert [channels(column, "gradient"), channels(row, "gradient")] == [2, 2]
     assert [channels(column, "guided_input"), channels(row, "guided_input")] == [3, 2]
 
@@ -99,8 +102,8 @@ def test_query_heads_are_each_cards_own_where_key_heads_are_copies(simulation):
     cards = [made.placement("attention", card) for card in range(4)]
     assert shares(cards, "k_cache") == [[0, 1], [2, 3]]
     assert shares(cards, "query") == [[0], [1], [2], [3]]
-    assert layout(cards[0], "query") == "samples"
-    assert layout(cards[0], "routed") == "same"  # a router sends the same tokens on every card
+    assert sharing(cards[0], "query") == "samples"
+    assert sharing(cards[0], "routed") == "same"  # a router sends the same tokens on every card
 
 
 def test_a_full_group_is_replicated_with_a_plan_and_a_part_of_one_knows_its_place(made):

@@ -10,8 +10,8 @@ from quantflow import process_memory
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
-from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
-from quantflow.planning.durations import Rounding, Speed
+from quantflow.planning.cost import LIBRARIES, MemoryNeed, need_layers, need_measure
+from quantflow.planning.durations import GptqSpeed, Speed
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize, Resources, SignRound
 from quantflow.planning.resources import compare, grant, memory_limit, round_up, written_bytes
@@ -131,11 +131,11 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
     assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics
     # a lower bound: the input and output of a layer, and the tensors between an MLP's linears
     sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)
-    assert need.moments[-1][1] > plain.moments[1][1] and need.moments[-1][1] >= sequence
+    assert need.peaks[-1][1] > plain.peaks[1][1] and need.peaks[-1][1] >= sequence
     with pytest.raises(UsageError, match="statistic 'kurtosis' is unknown"):
         # an unknown statistic is refused, not counted as zero bytes
         need_measure(MODEL, lengths=[10], stats=("kurtosis",))
-    fixed, each = need.moments[-2]  # the head as stored; of each worker logits and their gradient
+    fixed, each = need.peaks[-2]  # the head as stored; of each worker logits and their gradient
     assert fixed >= LIBRARIES + 2 * VOCABULARY * HIDDEN and each >= 2 * 4 * 30 * VOCABULARY
 
 
@@ -148,18 +148,18 @@ def test_sums_of_gradients_are_in_the_measurement_and_those_of_one_group_in_memo
     sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)
     assert need.result - plain.result == sums + 2 * 7 * 8  # and a count of tokens for each
     # the backward pass has steps and files of its own
-    assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)
+    assert need.scratch - plain.scratch > sums and len(need.peaks) > len(plain.peaks)
     # the sums of all linears are never in memory together
-    assert max(fixed for fixed, _ in need.moments) - max(fixed for fixed, _ in plain.moments) < sums
+    assert max(fixed for fixed, _ in need.peaks) - max(fixed for fixed, _ in plain.peaks) < sums
     gptq, yaqa = (
         need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa")
     )
-    rounding = [index for index, moment in enumerate(gptq.moments) if moment != yaqa.moments[index]]
+    rounding = [index for index, moment in enumerate(gptq.peaks) if moment != yaqa.peaks[index]]
     # the rounding of the four groups; the step before each makes its Hessian whole
     assert yaqa.base == gptq.base and rounding == [3, 5, 7, 9]
     for index, outputs in zip(rounding, ((256, 128, 128), (256,), (512, 512), (256,)), strict=True):
         beside = gptq_to_yaqa(outputs, 512 if index == 9 else 256)
-        assert yaqa.moments[index][0] - gptq.moments[index][0] == beside
+        assert yaqa.peaks[index][0] - gptq.peaks[index][0] == beside
 
 
 def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
@@ -192,10 +192,10 @@ def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rou
     # the inputs of one sequence of ten tokens, and its products while the Hessian adds them
     inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512
     product += 4 * 10 * (512 + 2 * 256)  # the inputs transposed: all columns, and a strip twice
-    assert gptq.moments[1][0] - rtn.moments[1][0] == 3 * small + large + inputs + product
+    assert gptq.peaks[1][0] - rtn.peaks[1][0] == 3 * small + large + inputs + product
     making, rounding = 2, 3  # the first group's, behind the embedding and the forward
-    assert gptq.moments[making][0] - rtn.moments[making][0] == 4 * 256**2 + 3 * small + large
-    assert gptq.moments[rounding][0] - rtn.moments[rounding][0] == 4 * 256**2 + 2 * small + large
+    assert gptq.peaks[making][0] - rtn.peaks[making][0] == 4 * 256**2 + 3 * small + large
+    assert gptq.peaks[rounding][0] - rtn.peaks[rounding][0] == 4 * 256**2 + 2 * small + large
     assert (rtn.scratch, gptq.scratch) == (0, 2 * 4 * HIDDEN * 10)
 
 
@@ -207,11 +207,11 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
     hidden = 4 * HIDDEN * 10
     assert learned.scratch == 2 * 2 * hidden
     assert learned.result == nearest.result
-    assert len(learned.moments) == len(nearest.moments) + 2
+    assert len(learned.peaks) == len(nearest.peaks) + 2
     linears = LAYER - 256
     stored = 2 * linears + 4 * 256  # the norm is in float32
     started = linears + 5 * linears // 128  # qvalues, scales, and zero points if there were any
-    fixed, each = max(learned.moments)
+    fixed, each = max(learned.peaks)
     assert fixed == LIBRARIES + stored + started + 18 * linears + 8 * 4 * linears // 128
     # a lower bound: the input and output of the layer, and the tensors between an MLP's linears
     activations = 4 * 10 * (2 * HIDDEN + 3 * 512)
@@ -247,7 +247,7 @@ def test_on_a_device_one_sequence_runs_at_once_and_all_cores_round_what_is_round
     algorithm, rounders
 ):
     none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
-    rounding = {"rounded": {"a": 0.0}, "gptq": {"a": Rounding(cubic=0.0, linear=0.5, square=0.0)}}
+    rounding = {"rounded": {"a": 0.0}, "gptq": {"a": GptqSpeed(cubic=0.0, linear=0.5, square=0.0)}}
     speed = Speed(
         cores=2,
         units=1,
@@ -288,7 +288,7 @@ def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_t
         for given in (plan("W8A8", transforms=()), plan("W8A8"))
     )
     linears, norm, largest = LAYER - 256, 256, 2 * 512 * 256
-    assert smoothed.moments[1][0] - stored.moments[1][0] == 4 * LAYER + largest - (
+    assert smoothed.peaks[1][0] - stored.peaks[1][0] == 4 * LAYER + largest - (
         2 * linears + 4 * norm
     )
 
@@ -298,13 +298,13 @@ def test_two_schemes_of_one_input_take_a_factor_beside_the_hessian():
         plan("W4A16"),
         plan("W4A16", overrides=(Override(match="re:.*gate_proj", scheme="W8A16"),)),
     )
-    one, two = (need_layers(MODEL, chosen, lengths=[10]).moments for chosen in plans)
+    one, two = (need_layers(MODEL, chosen, lengths=[10]).peaks for chosen in plans)
     rounding = 7  # the third group's
     more = layer_bytes(MODEL, plans[1].schemes)[0] - layer_bytes(MODEL, plans[0].schemes)[0]
     assert two[rounding][0] - one[rounding][0] == 4 * 256**2 + more
 
 
-NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), result=1 * MB)
+NEED = MemoryNeed(stage="measure", peaks=((100 * MB, 50 * MB),), result=1 * MB)
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ class TestGrant:
         with pytest.raises(ResourceError, match="is 100000000") as caught:
             grant(NEED, Resources(disk_offload=True), folder=tmp_path, base=0)
         assert "instead of --disk-offload" in caught.value.remedy
-        small = Need(stage="measure", moments=((60 * MB, 40 * MB),))
+        small = MemoryNeed(stage="measure", peaks=((60 * MB, 40 * MB),))
         found = grant(small, Resources(disk_offload=True), folder=tmp_path, base=0)
         assert (found.workers, found.peak_bytes) == (1, 100 * MB)
 
@@ -353,13 +353,13 @@ class TestGrant:
         assert memory_limit(Resources(max_memory="5MB", disk_offload=True), resident=7)[0] == 5 * MB
 
     def test_a_machine_that_is_too_small_is_told_so(self, tmp_path):
-        huge = Need(stage="validate", moments=((5000 * MB, 0),))
+        huge = MemoryNeed(stage="validate", peaks=((5000 * MB, 0),))
         with pytest.raises(ResourceError, match="what is free on this machine") as caught:
             grant(huge, Resources(), folder=tmp_path, base=0)
         assert "5.00 GB of free memory" in caught.value.remedy
 
     def test_files_beyond_max_disk_are_refused_with_the_flag_that_would_do(self, tmp_path):
-        need = Need(stage="quantize", moments=((1, 0),), result=2 * MB, scratch=1 * MB)
+        need = MemoryNeed(stage="quantize", peaks=((1, 0),), result=2 * MB, scratch=1 * MB)
         with pytest.raises(ResourceError, match="writes 3000000 bytes") as caught:
             grant(need, Resources(max_disk="2MB"), folder=tmp_path, base=0)
         assert "--max-disk 3MB" in caught.value.remedy
@@ -372,11 +372,11 @@ class TestGrant:
         (tmp_path / ".out.work").mkdir()
         (tmp_path / ".out.work" / "state").write_bytes(bytes(300))
         monkeypatch.setattr("quantflow.planning.resources.free_bytes", lambda _: 100)
-        need = Need(stage="quantize", moments=((1, 0),), result=1000)
+        need = MemoryNeed(stage="quantize", peaks=((1, 0),), result=1000)
         grant(need, Resources(), folder=folder, base=0)
         with pytest.raises(ResourceError, match="writes 101 bytes") as caught:
             grant(
-                Need(stage="quantize", moments=((1, 0),), result=1001),
+                MemoryNeed(stage="quantize", peaks=((1, 0),), result=1001),
                 Resources(),
                 folder=folder,
                 base=0,

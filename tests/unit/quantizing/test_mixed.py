@@ -37,7 +37,7 @@ from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.mixed_precision import chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
-from quantflow.quantizing.mixed_precision.sensitivity import Item, candidates_of
+from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, candidates_of
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from tests.shared import run
@@ -432,7 +432,7 @@ def mixture(llama, entry, *, rounds=(), costs=(80.0, 20.0, 5.0)):
     ]
     linears = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
     items = tuple(
-        Item(linears=(name,), weights=1000, options=of)
+        ChoiceItem(linears=(name,), weights=1000, options=of)
         for name, of in zip(linears, options, strict=True)
     )
     graph = graph_for(open_source(llama).config)

@@ -25,7 +25,8 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
     shared, count = keys.shape[1:3]
     block = DecoderBlock(products=())
     operations = Operations(
-        Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys)
+        Heads(num_heads=shared, num_kv_heads=shared, head_dim=DIM, scale=1.0, eps=1.0),
+        [block] * len(kept.keys),
     )
     operations.begin(kept, [(torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))])
     operations.step(count)

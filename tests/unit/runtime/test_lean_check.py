@@ -107,10 +107,10 @@ WRONG = [
     ("gemma2", lambda made: replace(made, windows=(5, 5)), "layer 1"),
     ("gemma2", lambda made: replace(made, logits_cap=0.0), "logits"),
     ("gemma2", heads(cap=0.0), "layer 0"),
-    ("gemma3_text", lambda made: replace(made, rotations=(1, 1)), "layer 1"),
+    ("gemma3_text", lambda made: replace(made, rope_of_layer=(1, 1)), "layer 1"),
     ("granite", form(residual=1.0), "layer 0"),
     ("granite", lambda made: replace(made, logits_scale=1.0), "logits"),
-    ("smollm3", lambda made: replace(made, rotations=(0, 0)), "layer 1"),
+    ("smollm3", lambda made: replace(made, rope_of_layer=(0, 0)), "layer 1"),
     ("gpt_neox", form(parallel=False), "layer 0"),
     ("phi", form(centered=False), "layer 0"),
 ]

@@ -38,7 +38,7 @@ def attended(
     rounds: bool = False,
 ):
     """Feed columns in pieces; their outputs [B, T, query, DIM], and their queries, keys, values."""
-    heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
+    heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=DIM, scale=0.7, eps=1e-6)
     block = DecoderBlock(products=(), window=window)
     operations = Operations(heads, [block], rounds=rounds)
     rows, capacity = len(padding), sum(counts)
@@ -157,7 +157,7 @@ def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
     kind, rounds, window
 ):
     query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
-    heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
+    heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=DIM, scale=0.7, eps=1e-6)
     layer = DecoderBlock(products=(), window=window)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randn(n, (query + 2 * shared) * DIM, generator=generator) for n in lengths]
@@ -205,7 +205,7 @@ def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
 @settings(max_examples=30)
 @given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
-    heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
+    heads = Heads(num_heads=1, num_kv_heads=1, head_dim=DIM, scale=1.0, eps=1e-6)
     operations = Operations(heads, [])
     gate_up = 30 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed))
     found = operations.gate(gate_up).double()

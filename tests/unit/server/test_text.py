@@ -88,7 +88,7 @@ def test_a_string_is_found_where_it_stands_first_and_begins_where_it_may(stop, p
         found = text.find(stop)
         begun = next(place for place in range(len(text) + 1) if stop.startswith(text[place:]))
         assert search.begin == (found if found >= 0 else begun)
-        assert (search.found == found) == (found >= 0)
+        assert (search.position == found) == (found >= 0)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.quantizing.mixed_precision.knapsack import frontier, least
+from quantflow.quantizing.mixed_precision.knapsack import frontier, solve_multiple_choice_knapsack
 
 # Bits and cost of a group in 2, 4 and 8 bits, of a sensitive and of a patient group.
 SENSITIVE = [(2, 100.0), (4, 10.0), (8, 0.0)]
@@ -44,7 +44,7 @@ def sums(items, picks):
     ],
 )
 def test_two_groups_worked_by_hand(limit, picks):
-    assert least([SENSITIVE, PATIENT], limit) == picks
+    assert solve_multiple_choice_knapsack([SENSITIVE, PATIENT], limit) == picks
 
 
 def test_the_frontier_of_two_groups_worked_by_hand():
@@ -55,20 +55,22 @@ def test_the_frontier_of_two_groups_worked_by_hand():
 def test_either_number_can_be_the_one_that_is_limited():
     swapped = [[(b, a) for a, b in options] for options in (SENSITIVE, PATIENT)]
     # 8 bits are the fewest with a cost of at most 11; (8, 2) costs 4 and takes 10
-    assert least(swapped, 11.0) == (1, 1)
-    assert least(swapped, 4.0) == (2, 0)
-    assert least(swapped, 0.0) == (2, 2)
+    assert solve_multiple_choice_knapsack(swapped, 11.0) == (1, 1)
+    assert solve_multiple_choice_knapsack(swapped, 4.0) == (2, 0)
+    assert solve_multiple_choice_knapsack(swapped, 0.0) == (2, 2)
 
 
 def test_between_corners_of_the_hull_the_best_combination_is_kept_where_no_step_fits():
     # From (0, 0) the best step per unit, 30 for 6, does not fit into 5, and after it nothing does;
     # 20 for 5 does.
     items = [[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 1.0), (1, 0.0)]]
-    assert least(items, 5) == (0, 1, 0)
-    assert least(items, 6) == (1, 0, 0)
+    assert solve_multiple_choice_knapsack(items, 5) == (0, 1, 0)
+    assert solve_multiple_choice_knapsack(items, 6) == (1, 0, 0)
     # The steepest step takes 6 of 10, beside which neither of the others fits; these two together
     # save more.
-    assert least([[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 19.0), (5, 0.0)]], 10) == (
+    assert solve_multiple_choice_knapsack(
+        [[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 19.0), (5, 0.0)]], 10
+    ) == (
         0,
         1,
         1,
@@ -76,18 +78,18 @@ def test_between_corners_of_the_hull_the_best_combination_is_kept_where_no_step_
 
 
 def test_an_option_that_is_on_no_hull_can_be_the_best():
-    assert least([[(0, 10.0), (4, 8.0), (8, 0.0)]], 5) == (1,)
+    assert solve_multiple_choice_knapsack([[(0, 10.0), (4, 8.0), (8, 0.0)]], 5) == (1,)
     assert frontier([[(0, 10.0), (4, 8.0), (8, 0.0)]]) == [(0,), (2,)]
 
 
 def test_options_that_cost_more_for_more_are_never_taken():
-    assert least([[(3, 1.0), (1, 1.0), (2, 5.0)]], 10) == (1,)
+    assert solve_multiple_choice_knapsack([[(3, 1.0), (1, 1.0), (2, 5.0)]], 10) == (1,)
     assert frontier([[(3, 1.0), (1, 1.0), (2, 5.0)]]) == [(1,)]
 
 
 def test_no_items_take_nothing():
-    assert least([], 0) == ()
-    assert least([], -1) is None
+    assert solve_multiple_choice_knapsack([], 0) == ()
+    assert solve_multiple_choice_knapsack([], -1) is None
     assert frontier([]) == [()]
 
 
@@ -99,7 +101,7 @@ ITEMS = st.lists(st.lists(OPTION, min_size=1, max_size=5), min_size=1, max_size=
 @given(items=ITEMS, limit=st.integers(0, 40))
 def test_no_combination_within_the_limit_is_better(items, limit):
     within = [b for a, b, _ in every_combination(items) if a <= limit]
-    found = least(items, limit)
+    found = solve_multiple_choice_knapsack(items, limit)
     if not within:
         assert found is None
         return
@@ -136,7 +138,7 @@ def test_forty_items_cost_what_dynamic_programming_finds(seed, share):
         items.append([(a, b * generator.uniform(0.7, 1.3)) for a, b in options])
     fewest, most = (sum(pick(a for a, _ in options) for options in items) for pick in (min, max))
     limit = int(fewest + share * (most - fewest))
-    found = least(items, limit)
+    found = solve_multiple_choice_knapsack(items, limit)
     assert found is not None
     limited, small = sums(items, found)
     assert limited <= limit
@@ -170,7 +172,7 @@ def test_a_large_model_is_chosen_for_within_seconds_and_nearly_as_well_as_the_hu
         )
     limit = int(4.25 * sum(min(a for a, _ in options) for options in items) / 2.125)
     begin = time.process_time()  # not the clock's: the machine may be busy
-    limited, small = sums(items, least(items, limit))
+    limited, small = sums(items, solve_multiple_choice_knapsack(items, limit))
     assert time.process_time() - begin < 10
     corners = [sums(items, picks) for picks in frontier(items)]
     (a1, b1), (a2, b2) = next(

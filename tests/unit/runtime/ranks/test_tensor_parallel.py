@@ -343,7 +343,7 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact, a
     make_artifact(folder, LLAMA, W4A16)
 
     def ask(wire):
-        loaded = load(folder, decoder="auto", pack=True, wire=wire)
+        loaded = load(folder, decoder="auto", pack=True, communicator=wire)
         if wire.rank:
             return follow(loaded.decoder, wire)
         leader = Leader(loaded.decoder, wire)
@@ -367,9 +367,9 @@ def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(
     with pytest.raises(
         UnsupportedError, match="the lean decoder: it knows the activations .*, not tanh"
     ):
-        load(tmp_path, decoder="auto", wire=wire)
+        load(tmp_path, decoder="auto", communicator=wire)
     with pytest.raises(UsageError, match="2 ranks: decoder transformers on cpu"):
-        load(tmp_path, decoder="transformers", wire=wire)
+        load(tmp_path, decoder="transformers", communicator=wire)
 
 
 class Recorder:
@@ -400,7 +400,7 @@ class Recorder:
 
 
 class Said:
-    """A `Wire` that keeps what rank 0 says, and tells it afterwards."""
+    """A `Communicator` that keeps what rank 0 says, and tells it afterwards."""
 
     rank, world = 0, 2
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Wire(Protocol):
+class Communicator(Protocol):
     """One process among those that share a model, and its exchange with the others.
 
     Attributes:
