@@ -22,7 +22,7 @@ from _watch import Failed, need_tools, run
 from torch import Tensor
 from transformers import LlamaConfig
 
-from quantflow.distributed.placement import channels, layout
+from quantflow.distributed.placement import channels, sharing
 from quantflow.distributed.sharding import placements
 from quantflow.measuring.record import Measurement, write_measurement
 from quantflow.models.open import graph_for
@@ -109,7 +109,7 @@ def _rank(rank: int, tensors: dict[str, Any], *, cards: int, replicas: int) -> M
             else ("k_cache", "v_cache")
         )
         for site in sites:
-            generator = common if layout(placement, site) == "same" else own
+            generator = common if sharing(placement, site) == "same" else own
             statistics |= _statistics(
                 f"{name}|{site}", channels(placement, site), generator, whole=site == "input"
             )

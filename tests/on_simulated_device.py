@@ -5,6 +5,7 @@ The device is simulated; no GPU ran this.
 test_device.py runs these tests in a process of their own.
 """
 
+import dataclasses
 import json
 import threading
 from contextlib import nullcontext
@@ -464,7 +465,12 @@ def test_the_simulation_fails_where_a_crossing_of_validate_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if broken == "linears stay in host memory":
-        monkeypatch.setattr(validate, "replace", lambda artifact, linears_device: artifact)
+
+        def forgetful(record: Any, **changes: Any) -> Any:
+            on_device = changes.keys() == {"linears_device"}
+            return record if on_device else dataclasses.replace(record, **changes)
+
+        monkeypatch.setattr(validate, "replace", forgetful)
     elif broken == "scales of caches stay there":
         monkeypatch.setattr(validate, "rounder", lambda artifact, device: rounder(artifact))
     else:

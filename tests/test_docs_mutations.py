@@ -159,7 +159,8 @@ def test_a_signal_ends_the_tests_and_removes_the_copies(mutations, repository, t
         f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n    "
         "time.sleep(600)\n"
     )
-    program = (
+    program = (  # whoever runs the tests in the background may have SIGINT ignored
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import sys, tempfile; sys.path.insert(0, {str(DOCS)!r}); import mutations; from "
         "pathlib import Path\n"
         f"rows = {{'X1': {row('x * 2', 'x * 3', 'test_long')!r}}}\n"

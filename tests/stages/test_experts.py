@@ -93,7 +93,10 @@ def write(folder, tokenizer_of, **options):
 
 def measured(model, folder, text, **options):
     calibration = Calibration(source=str(text), samples=6, sequence_length=48)
-    measure.run(MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
+    measure.run(
+        MeasureJob(model=model, output=folder, calibration=calibration, options=Measure(**options)),
+        QUIET,
+    )
     return rank_folder(folder, 0, 1)
 
 
@@ -705,7 +708,7 @@ def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_
         "--dry-run",
         "--json",
     )
-    assert (code, json.loads(text)["measuring"]["experts"]) == (0, "all")
+    assert (code, json.loads(text)["options"]["experts"]) == (0, "all")
     flags = ("--scheme", "W4A16", "--experts", "damp", "--expert-tokens", 7)
     code, text = said("quantize", starving, "-o", tmp_path, *flags, "--dry-run", "--json")
     entry = json.loads(text)["artifact"]

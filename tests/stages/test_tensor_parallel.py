@@ -362,14 +362,13 @@ def test_a_world_that_does_not_divide_the_model_is_refused_before_anything_is_re
     calibration = Calibration(
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
     )
-    job = MeasureJob(
-        model=model,
-        output=tmp_path / "m",
-        calibration=calibration,
-        options=Measure(ranks=world, tp=tp),
-    )
     with pytest.raises(UsageError, match=re.escape(message)):
-        measure.run(job, QUIET)
+        MeasureJob(
+            model=model,
+            output=tmp_path / "m",
+            calibration=calibration,
+            options=Measure(ranks=world, tp=tp),
+        ).run(QUIET)
     assert not (tmp_path / "m").exists()
 
 

@@ -114,7 +114,7 @@ def test_an_option_that_vllm_is_not_told_of_is_refused(artifact, options):
         else list(options)
     )
     (name,) = names
-    with pytest.raises(UsageError, match=f"--{name.force('_', '-')} with --engine vllm"):
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} with --engine vllm"):
         vllm.command_of(ServeJob(artifact=artifact, engine="vllm", **options))
 
 
