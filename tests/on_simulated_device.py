@@ -29,6 +29,7 @@ from quantflow.core.scheme import preset
 from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.exporting.canary import rounder
 from quantflow.measuring import measure, observe
+from quantflow.measuring.job import MeasureJob
 from quantflow.models import capture, read_ahead, stand_ins
 from quantflow.models.load import Source
 from quantflow.observers import of_gradients
@@ -352,16 +353,16 @@ def test_ranks_on_one_device_or_on_devices_without_a_way_between_and_bfloat16_gr
 def test_run_hands_the_device_of_a_recipe_to_measure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen: dict[str, Any] = {}
+    seen: list[MeasureJob] = []
     monkeypatch.setattr(
-        run.api,
-        "measure",
-        lambda *_, **words: seen.update(words) or SimpleNamespace(folder=tmp_path),
+        MeasureJob,
+        "run",
+        lambda job, progress: seen.append(job) or SimpleNamespace(folder=tmp_path),
     )
     run._measure(
         Recipe(model="m", compute=Compute(device="cuda:1")), tmp_path, run.StageTimes(), SILENT
     )
-    assert seen["compute"] == Compute(device="cuda:1")
+    assert [job.compute for job in seen] == [Compute(device="cuda:1")]
 
 
 def test_deterministic_kernels_are_asked_for_and_the_setting_is_put_back() -> None:

@@ -711,7 +711,7 @@ def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_
     assert (code, json.loads(text)["options"]["experts"]) == (0, "all")
     flags = ("--scheme", "W4A16", "--experts", "damp", "--expert-tokens", 7)
     code, text = said("quantize", starving, "-o", tmp_path, *flags, "--dry-run", "--json")
-    entry = json.loads(text)["artifact"]
+    entry = json.loads(text)["entry"]
     assert (code, entry["experts"], entry["expert_tokens"]) == (0, "damp", 7)
     for arguments in (
         ("quantize", starving, "-o", tmp_path, "--scheme", "FP8", "--experts", "shared"),
