@@ -495,7 +495,7 @@ def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
     assert statistics_for([entry]) == ("channel_amax", "min_max")
 
 
-def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monkeypatch):
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
         made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
@@ -506,7 +506,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monk
         options=Measure(stats=()),
     )
     measure.run(job, QUIET)
-    # as for measurements that cannot be completed, such as those of several ranks
+    # the engine takes the measurement as it is; the job would have completed it
     with pytest.raises(
         StatisticsError,
         match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient",

@@ -598,7 +598,7 @@ def test_words_that_no_choice_follows_are_refused(words, message):
         Quantize(name="x", scheme="W4A16", **words)
 
 
-def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monkeypatch):
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     assert statistics_for(entries_of("W4A16@4.25")) == ("fisher",)
     with pytest.raises(UsageError, match="'four' is no number of bits; write W4A16@4.25"):
         entries_of("W4A16@four")
