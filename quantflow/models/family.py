@@ -5,8 +5,8 @@ finds which linears share an input. A row adds what no forward shows, and everyt
 family by name reads it here:
 
     quantflow.models.graph              the linears of a layer, without the trace (`traced` false)
-    quantflow.runtime.architecture      the lean decoder's design of a layer (`decoder`)
-    quantflow.runtime.model_tensors     names and shapes of all tensors, without a module
+    quantflow.models.architecture      the lean decoder's design of a layer (`decoder`)
+    quantflow.models.model_tensors     names and shapes of all tensors, without a module
     quantflow.formats.llama_cpp         names and order of rows in a GGUF file (`gguf`)
     quantflow.distributed.sharding      which heads lie in which linear, so that heads go whole
 

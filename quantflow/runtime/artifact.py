@@ -38,11 +38,11 @@ from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
+from quantflow.models.model_tensors import ModelTensors, Parameter, listed
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
 from quantflow.runtime.code_order import require_one_order
 from quantflow.runtime.linear import QuantLinear
-from quantflow.runtime.model_tensors import ModelTensors, Parameter, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -654,7 +654,7 @@ def _match_listed_layout(
 def _module_layout(checkpoint: Checkpoint) -> ModelTensors:
     """The tensors by transformers' module tree."""
     # here: it imports transformers' model code
-    from quantflow.runtime.module_tensors import ModuleTensors
+    from quantflow.models.module_tensors import ModuleTensors
 
     return ModuleTensors(_config_of(checkpoint))
 

@@ -1,6 +1,6 @@
 """A decoder of our own: the layers as a short list of products, with C between them.
 
-No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it
+No module of transformers runs in its loop. `quantflow.models.architecture` says which models it
 knows, and what they compute. Hidden states are float32 whatever the artifact's dtype is: the dtype
 decides the inputs of linears, and how weights are kept. With dtype bfloat16 and a bfloat16 cache,
 attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from quantflow.backends import kernels
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.runtime import architecture, operations
-from quantflow.runtime.architecture import Blueprint
+from quantflow.models import architecture
+from quantflow.models.architecture import Blueprint
+from quantflow.runtime import operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.runtime import architecture, lean
+from quantflow.models import architecture
+from quantflow.runtime import lean
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KIND_OF, KVCache
 from quantflow.runtime.operations import NO_NORM, Operations

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import kernels, native
+from quantflow.models.architecture import Form, Heads
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
@@ -28,49 +29,7 @@ MAX_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 _TILE = 8  # decode.c's TILE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The attention of a model.
-
-    Attributes:
-        num_heads, num_kv_heads: query heads, and kv heads.
-        head_dim: features of a head.
-        scale: factor of the scores.
-        eps: epsilon of all norms.
-        cap: scores become cap * tanh(score / cap); 0: they stay.
-        whole_norms: norms of queries and keys are of all heads at once.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    eps: float
-    cap: float = 0.0
-    whole_norms: bool = False
-
-
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # decode.c's `enum activation`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """What all layers of a model have in common beside their attention.
-
-    Attributes:
-        activation: activation of the MLP, one of ACTIVATIONS.
-        gated: the MLP is activation(gate) * up, else activation(up).
-        parallel: the MLP reads the hidden state that attention reads, not the one that attention
-            was added to.
-        centered: norms subtract the mean first (LayerNorm).
-        residual: factor of what attention and MLP add.
-    """
-
-    activation: str = "silu"
-    gated: bool = True
-    parallel: bool = False
-    centered: bool = False
-    residual: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -34,9 +34,9 @@ from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import compressed_tensors
+from quantflow.models import architecture
+from quantflow.models.architecture import Blueprint
 from quantflow.models.graph import UNTRACED
-from quantflow.runtime import architecture
-from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank

@@ -5,8 +5,9 @@ import torch
 
 from quantflow.core.kv import SCHEMES, KVScales, kv_scheme, kv_words
 from quantflow.errors import UsageError
+from quantflow.models.architecture import Heads
 from quantflow.runtime.kv_cache import KINDS, KVCache
-from quantflow.runtime.operations import DecoderBlock, Heads, Operations, why_not
+from quantflow.runtime.operations import DecoderBlock, Operations, why_not
 
 DIM = 16
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")

@@ -16,9 +16,9 @@ from transformers import (
 
 from quantflow.core.scheme import PRESETS
 from quantflow.files.manifest import read_manifest, with_note, write_manifest
+from quantflow.models.architecture import read
 from quantflow.models.capture import LayerStream
 from quantflow.models.open import graph_for
-from quantflow.runtime.architecture import read
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.lean_check import LeanCheck
 from quantflow.runtime.load import load

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from quantflow.models import rope
 from quantflow.models.family import (
     FAMILIES,
     DecoderDesign,
@@ -23,9 +24,7 @@ from quantflow.models.family import (
     PartNames,
     Windows,
 )
-from quantflow.runtime import rope
-from quantflow.runtime.operations import Form, Heads
-from quantflow.runtime.rope import Rope
+from quantflow.models.rope import Rope
 
 # Keys of config.json that change no number of a forward, whatever they are.
 NEUTRAL = frozenset(
@@ -87,6 +86,48 @@ _ACTIVATIONS = {  # hidden_act -> an activation of decode.c
     "relu": "relu",
     **{name: "gelu_tanh" for name in ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The attention of a model.
+
+    Attributes:
+        num_heads, num_kv_heads: query heads, and kv heads.
+        head_dim: features of a head.
+        scale: factor of the scores.
+        eps: epsilon of all norms.
+        cap: scores become cap * tanh(score / cap); 0: they stay.
+        whole_norms: norms of queries and keys are of all heads at once.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    cap: float = 0.0
+    whole_norms: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all layers of a model have in common beside their attention.
+
+    Attributes:
+        activation: activation of the MLP, one of ACTIVATIONS.
+        gated: the MLP is activation(gate) * up, else activation(up).
+        parallel: the MLP reads the hidden state that attention reads, not the one that attention
+            was added to.
+        centered: norms subtract the mean first (LayerNorm).
+        residual: factor of what attention and MLP add.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+    centered: bool = False
+    residual: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

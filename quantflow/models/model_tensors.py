@@ -1,10 +1,10 @@
 """The tensors of a model by arithmetic on its config.json: names, shapes, linears.
 
 No module is made for it. An artifact's headers are compared with this list where
-`quantflow.runtime.architecture` knows the family. The list has every tensor of the family's module
+`quantflow.models.architecture` knows the family. The list has every tensor of the family's module
 tree in transformers and no other; tests hold both to be equal, for all families that the lean
 decoder runs. An artifact that does not fit it exactly, by a name, a shape or a key of config.json,
-is judged by the module tree instead (`quantflow.runtime.module_tensors`), which knows older names
+is judged by the module tree instead (`quantflow.models.module_tensors`), which knows older names
 of tensors and says what is wrong.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quantflow.errors import InputError
+from quantflow.models import architecture
+from quantflow.models.architecture import Blueprint, Keys, UnsupportedDesign
 from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
 from quantflow.models.graph import HEAD, MLP
-from quantflow.runtime import architecture
-from quantflow.runtime.architecture import Blueprint, Keys, UnsupportedDesign
 
 Shape = tuple[int, ...]
 

@@ -7,10 +7,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from quantflow.errors import InputError
+from quantflow.models.model_tensors import Bound, Parameter
 from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.models.skeleton import skeleton
-from quantflow.runtime.model_tensors import Bound, Parameter
 
 
 class ModuleTensors:

@@ -7,10 +7,10 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quantflow.models.family import FAMILIES
+from quantflow.models.model_tensors import ListedTensors, listed
 from quantflow.models.names import HubNames, twins
 from quantflow.models.open import graph_for
 from quantflow.models.skeleton import skeleton
-from quantflow.runtime.model_tensors import ListedTensors, listed
 
 SIZES = {
     "hidden_size": 64,

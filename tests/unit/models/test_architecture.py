@@ -3,9 +3,9 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
+from quantflow.models.architecture import NEUTRAL, Blueprint, read
 from quantflow.models.family import FAMILIES
 from quantflow.models.open import graph_for
-from quantflow.runtime.architecture import NEUTRAL, Blueprint, read
 
 DECODED = {row.model_type: row for row in FAMILIES.values() if row.decoder is not None}
 SIZES = {

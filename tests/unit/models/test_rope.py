@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from quantflow.runtime.rope import TYPES, Rope, inverse_frequencies
+from quantflow.models.rope import TYPES, Rope, inverse_frequencies
 
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONG = {"original_max_position_embeddings": 4096}
