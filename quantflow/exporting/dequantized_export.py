@@ -128,9 +128,17 @@ def _write(
         for key, value in artifact.checkpoint.config.items()
         if key != "quantization_config"
     }
-    write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
+    written = write_model(
+        folder,
+        specs,
+        tensors,
+        limit=limit,
+        stage="export dequantized",
+        progress=progress,
+        unused_of=artifact.checkpoint,
+    )
     write_beside(folder, artifact.checkpoint, config)
-    require_headers(folder, specs)
+    require_headers(folder, written)
 
 
 def _split(artifact: Artifact) -> dict[str, SplitTensor]:

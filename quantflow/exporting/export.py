@@ -114,7 +114,13 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         fresh = proving() if prover is None else nullcontext(prover)
         with fresh as proof, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
             proof.expect(summary["proof"])
-            links = _write(job, folder, source, summary, record, made_from, digests)
+            links, not_finite = _write(job, folder, source, summary, record, made_from, digests)
+            if not_finite:
+                more = f" and {len(not_finite) - 1} more" if not_finite[1:] else ""
+                progress.say(
+                    f"export {job.output.name}: {not_finite[0]}{more}, which the model does not "
+                    "read: NaN or Inf, copied as they are"
+                )
             progress.say(f"export {job.output.name}: proving it in a fresh process")
             places = (folder, job.source, source.checkpoint.folder)
             notes = _prove(
@@ -186,7 +192,7 @@ def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: 
 
 
 def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
-    size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
+    size = model_size(source.checkpoint.infos_with_unused, source.config, graph_for(source.config))
     return allow_export(
         job.resources,
         size,
@@ -237,14 +243,22 @@ def _write(
     record: Mapping[str, Any],
     made_from: str,
     digests: Digests,
-) -> Mapping[str, Path]:
-    """Write the artifact; return its files that are links, with the quantized files behind them."""
+) -> tuple[Mapping[str, Path], list[str]]:
+    """Write the artifact.
+
+    Returns:
+        Its files that are links, with the quantized files behind them; unused tensors with NaN or
+        Inf.
+    """
     graph, plan = graph_for(source.config), plan_from(summary)
     layers = layer_store.records(job.source)
     schemes, head = plan.quantized, head_file.record_of(job.source)
-    links = _write_weights(folder, job, source, graph, record["files"])
+    links, not_finite = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
-    config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
+    checkpoint = source.checkpoint
+    config = artifact_config(
+        checkpoint.config, graph, plan, infos=checkpoint.infos, unused=checkpoint.unused
+    )
     disk.write_file(folder / CONFIG, readable_json(config))
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.source))
     entries = tensor_entries(
@@ -261,6 +275,7 @@ def _write(
         "source": {
             "name": summary["source"]["name"],
             "revision": summary["source"]["revision"],
+            **({"stored_names": renamed} if (renamed := checkpoint.stored_names) else {}),
             "files": {
                 name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)
             },
@@ -293,7 +308,7 @@ def _write(
     manifest = build_manifest(folder, body=body, hashes=hashes)
     disk.write_file(folder / "README.md", model_card(manifest).encode())
     write_manifest(folder, manifest)
-    return links
+    return links, not_finite
 
 
 def _proof_of(
@@ -323,8 +338,11 @@ def _write_weights(
     source: ModelFiles,
     graph: Graph,
     recorded: Mapping[str, Mapping[str, Any]],
-) -> Mapping[str, Path]:
-    """Write the shards; return those that are links, with their targets.
+) -> tuple[Mapping[str, Path], list[str]]:
+    """Write the shards.
+
+    Returns:
+        Those that are links, with their targets; unused tensors with NaN or Inf.
 
     Raises:
         IntegrityError: a layer's file differs from its recorded hash.
@@ -338,6 +356,10 @@ def _write_weights(
         if not name.startswith(prefixes) and name not in replaced
     ]
     outside += _stored(job.source / FILE) if replaced else []
+    outside += [
+        Stored(path=source.checkpoint.folder / one.file, info=one.info, read=False)
+        for one in source.checkpoint.unused.values()
+    ]
     paths = [job.source / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
     layers = [_stored(path) for path in paths]
     shards = shards_for(outside, layers, limit=parse_size(job.options.shard_size))
@@ -348,8 +370,7 @@ def _write_weights(
             and file_digest(path) != recorded[f"layers/{path.name}"]["sha256"]
         ):
             raise _damaged(path)
-    write_shards(folder, shards)
-    return links
+    return links, write_shards(folder, shards)
 
 
 def _outside(quantized: Path) -> dict[str, Stored]:

@@ -337,6 +337,8 @@ def _report(job: ExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Prog
             f"{name}: "
             + ", ".join(f"{count} matrices in {kind}" for kind, count in types.most_common())
         )
+    if weights.left_out is not None:
+        progress.say(f"{name}: {weights.left_out}")
     if weights.quantized_inputs:
         progress.say(
             f"{name}: {weights.quantized_inputs} linears quantize their inputs too, which "

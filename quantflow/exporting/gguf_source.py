@@ -11,13 +11,15 @@ from torch import Tensor
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.digests import Digests
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
+from quantflow.models.open import open_files
 from quantflow.models.reading import check_finite, read_into
+from quantflow.models.unused import unused_words
 from quantflow.quantizing.weight_rows import decoded_rows
 from quantflow.runtime.artifact import Artifact, open_artifact
 
@@ -43,6 +45,7 @@ class GGUFWeights:
             `blocks`.
         read_quantized: function like `read` for the weights in `blocks`.
         working_bytes: bytes that `read` holds at most.
+        left_out: sentence about tensors that no module has; None without any.
         quantized_inputs: linears that quantize their inputs.
         kv_cache: whether keys and values are quantized.
     """
@@ -57,6 +60,7 @@ class GGUFWeights:
     scheme: str | None = None
     read_quantized: Callable[[str, int, int], QTensor] | None = None
     working_bytes: int = 0
+    left_out: str | None = None
     quantized_inputs: int = 0
     kv_cache: bool = False
 
@@ -71,8 +75,7 @@ def open_weights(folder: Path) -> GGUFWeights:
     """
     if (folder / MANIFEST_NAME).exists():
         return _of_artifact(open_artifact(folder))
-    checkpoint = open_checkpoint(folder)
-    refuse_quantized(checkpoint)
+    checkpoint = open_files(folder).checkpoint
     config = load_config(checkpoint)
 
     def read(name: str, start: int, stop: int) -> Tensor:
@@ -85,6 +88,7 @@ def open_weights(folder: Path) -> GGUFWeights:
         shapes={name: info.shape for name, info in checkpoint.infos.items()},
         dtypes={name: info.dtype for name, info in checkpoint.infos.items()},
         read=read,
+        left_out=unused_words(checkpoint, done="left out"),
     )
 
 
@@ -118,6 +122,7 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
         folder=artifact.checkpoint.folder,
         config=artifact.config,
         identity=artifact.manifest["digest"],
+        left_out=unused_words(artifact.checkpoint, done="left out"),
         shapes=shapes,
         dtypes=dtypes,
         read=read,

@@ -85,13 +85,14 @@ def run(job: ExportJob, progress: Progress) -> Path:
                     (bytes_of(tensor) for _, tensor in conversion.tensors(specs)),
                 )
             else:
-                write_model(
+                specs = write_model(
                     folder,
                     specs,
                     conversion.tensors(specs),
                     limit=limit,
                     stage=f"export {job.options.format}",
                     progress=progress,
+                    unused_of=artifact.checkpoint,
                 )
             config = conversion.config()
             write_beside(folder, artifact.checkpoint, config)
@@ -245,7 +246,9 @@ class _Conversion:
         graph = graph_for(artifact.config)
         modules = module_names(graph) | dict(artifact.modules)
         quantized = {*schemes, *(modules.get(name, name) for name in schemes)}
-        left = left_alone(graph, quantized, names=artifact.names)
+        checkpoint, stored = artifact.checkpoint, artifact.checkpoint.infos
+        plain = {name: stored[name] for name in artifact.names if name in stored}
+        left = left_alone(graph, quantized, infos=plain, unused=checkpoint.unused)
         content["quantization_config"] = self.layout.quantization_config(
             schemes,
             ignore=list(

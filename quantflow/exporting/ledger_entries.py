@@ -36,7 +36,9 @@ def tensor_entries(
         linear = name.removesuffix(".weight")
         becomes: tuple[str, ...] = (name,)
         action, reason = "copied", "not a linear of a decoder layer"
-        if name in source.checkpoint.whole:
+        if name in source.checkpoint.unused:
+            reason = f"unused: {source.checkpoint.unused[name].reason}"
+        elif name in source.checkpoint.whole:
             becomes, action, reason = _of_parts(source.checkpoint.whole[name][2], schemes, encoder)
         elif name.endswith(".weight") and linear in schemes:
             becomes, action, reason = (

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -109,6 +110,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
             if cache is None
             else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]
         ),
+        *_unused(manifest["ledger"]["tensors"]),
         f"| calibration | {_calibration(manifest['measurement'])} |",
         "| proof | "
         f"{PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
@@ -143,6 +145,18 @@ def model_card(manifest: Mapping[str, Any]) -> str:
 def _harmless(text: str | None) -> str | None:
     """A name without the characters that Markdown, HTML and tables would read."""
     return None if text is None else re.sub(r"[^\w./:@+ -]", "_", text)
+
+
+def _unused(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The row about tensors that no module has, where there are any."""
+    reasons = [
+        entry["reason"].removeprefix("unused: ")
+        for entry in tensors
+        if entry["reason"].startswith("unused: ")
+    ]
+    counts = Counter(reasons)
+    listed = "; ".join(f"{count} ({reason})" for reason, count in counts.items())
+    return [f"| copied, not used by the model | {listed} |"] if counts else []
 
 
 def _head(head: Mapping[str, Any] | None) -> str:

@@ -1,6 +1,7 @@
 """Files of a model folder that is no artifact: weights, index, config.json and side files."""
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from quantflow.errors import IntegrityError
 from quantflow.files import disk
 from quantflow.files.canonical import readable_json
 from quantflow.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, Writer
 from quantflow.files.side_files import is_side_file
-from quantflow.models.reading import bytes_of
+from quantflow.models.model_tensors import STORED
+from quantflow.models.reading import bytes_of, read_tensor
 from quantflow.progress import Progress
+
+# endings of a module's tensors that are not stored as floating-point numbers
+_QUANTIZED = (".weight", ".weight_packed", ".qweight", "_blocks")
 
 
 def write_model(
@@ -26,7 +32,8 @@ def write_model(
     limit: int,
     stage: str,
     progress: Progress,
-) -> None:
+    unused_of: Checkpoint | None = None,
+) -> dict[str, Spec]:
     """Write weight files, and their index where there are several.
 
     One tensor is in memory at a time.
@@ -38,7 +45,14 @@ def write_model(
         limit: largest number of bytes of a file, unless one tensor has more.
         stage: name of the work in progress.
         progress: receiver of progress.
+        unused_of: checkpoint whose unused tensors are copied behind the others.
+
+    Returns:
+        `specs` of everything that was written.
     """
+    unused = {} if unused_of is None else _plain_unused(unused_of)
+    specs = {**specs, **{name: (info.dtype, info.shape) for name, (_, info) in unused.items()}}
+    tensors = chain(tensors, ((name, read_tensor(*place)) for name, place in unused.items()))
     shards, names, source = _shards(specs, limit=limit), [SINGLE], iter(tensors)
     if len(shards) > 1:
         names = [
@@ -55,6 +69,24 @@ def write_model(
             tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
         disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
+    return specs
+
+
+def _plain_unused(checkpoint: Checkpoint) -> dict[str, tuple[Path, TensorInfo]]:
+    """The places of a checkpoint's unused tensors, but for those of quantized modules.
+
+    The result is not quantized as the checkpoint is, so nobody could read those.
+    """
+    quantized = {
+        name.rpartition(".")[0]
+        for name, one in checkpoint.unused.items()
+        if one.info.dtype not in STORED and name.endswith(_QUANTIZED)
+    }
+    return {
+        name: (checkpoint.folder / one.file, one.info)
+        for name, one in checkpoint.unused.items()
+        if name.rpartition(".")[0] not in quantized
+    }
 
 
 def write_beside(folder: Path, source: Checkpoint, config: Mapping[str, Any]) -> None:

@@ -156,11 +156,14 @@ def _shape(name: str, tensors: StoredTensors) -> Sequence[int]:
 
 def _compare_copies(artifact: Checkpoint, source: Checkpoint, *, workers: Workers) -> None:
     """Compare every tensor that the ledger calls copied with the source's bytes."""
-    ledger = read_manifest(artifact.folder)["ledger"]
-    copied = [entry["name"] for entry in ledger["tensors"] if entry["action"] == "copied"]
+    manifest = read_manifest(artifact.folder)
+    stored_names = manifest["source"].get("stored_names", {})
+    tensors = manifest["ledger"]["tensors"]
+    copied = [entry["name"] for entry in tensors if entry["action"] == "copied"]
 
     def same(name: str) -> bool:
-        (left_file, left), (right_file, right) = artifact.tensors[name], source.tensors[name]
+        left_file, left = artifact.tensors[name]
+        right_file, right = source.tensors[stored_names.get(name, name)]
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return False
         places = ((artifact.folder / left_file, left), (source.folder / right_file, right))

@@ -18,7 +18,7 @@ from quantflow.files.canonical import readable_json
 from quantflow.files.checkpoint import INDEX, SINGLE
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Writer
-from quantflow.models.reading import bytes_of, check_finite, read_into
+from quantflow.models.reading import NOT_FINITE, bytes_of, check_finite, not_finite, read_into
 from quantflow.planning.sizes import ONE_FILE
 
 # of a tensor that are in memory at once: the second look at them is the cache's
@@ -27,10 +27,17 @@ COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A tensor and the file that holds it now."""
+    """A tensor and the file that holds it now.
+
+    Attributes:
+        path: path of the file.
+        info: its place there.
+        read: the model reads it; of any other tensor NaN and Inf are copied too.
+    """
 
     path: Path
     info: TensorInfo
+    read: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +86,18 @@ def shard_names(shards: Sequence[WeightFile]) -> tuple[str, ...]:
     )
 
 
-def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
+def write_shards(folder: Path, shards: Sequence[WeightFile]) -> list[str]:
     """Write the files, and an index where there are several.
+
+    Returns:
+        The tensors with NaN or Inf that the model does not read.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or its file ends early.
         OSError: the file system failed.
     """
     names = shard_names(shards)
+    not_finite_names: list[str] = []
     for name, shard in zip(names, shards, strict=True):
         if shard.link is not None:
             disk.link_or_copy(shard.link, folder / name)
@@ -95,7 +106,8 @@ def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
             folder / name, {t.info.name: (t.info.dtype, t.info.shape) for t in shard.tensors}
         ) as writer:
             for stored in shard.tensors:
-                _copy(writer, stored)
+                if not _copy(writer, stored):
+                    not_finite_names.append(stored.info.name)
     if len(names) > 1:
         where = {
             t.info.name: name
@@ -106,6 +118,7 @@ def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
         disk.write_file(
             folder / INDEX, readable_json({"metadata": {"total_size": total}, "weight_map": where})
         )
+    return not_finite_names
 
 
 def linked(shards: Sequence[WeightFile]) -> Mapping[str, Path]:
@@ -132,14 +145,17 @@ def _nbytes(tensors: Sequence[Stored]) -> int:
     return sum(stored.info.nbytes for stored in tensors)
 
 
-def _copy(writer: Writer, stored: Stored) -> None:
-    """Copy a tensor, and look at floating ones for NaN and Inf on the way."""
-    info = stored.info
+def _copy(writer: Writer, stored: Stored) -> bool:
+    """Copy a tensor; whether all of it is finite, which is required where the model reads it."""
+    info, finite = stored.info, True
     dtype = DTYPES.get(info.dtype, torch.uint8)  # one that torch does not know is copied as bytes
     for start in range(0, info.nbytes, COPY_BYTES):
         count = min(COPY_BYTES, info.nbytes - start)
         piece = torch.empty(count // dtype.itemsize, dtype=dtype)
         read_into(stored.path, piece, info.offset + start, name=info.name)
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and stored.read:
             check_finite(piece, name=info.name, path=stored.path)
+        elif dtype in NOT_FINITE:
+            finite = finite and not not_finite(piece)
         writer.write(info.name, bytes_of(piece), offset_bytes=start)
+    return finite

@@ -77,6 +77,21 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnusedTensor:
+    """A tensor that no module of the model has.
+
+    Attributes:
+        file: name of its file.
+        info: its place there.
+        reason: a phrase that says what it is.
+    """
+
+    file: str
+    info: TensorInfo
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A folder in Hugging Face's layout whose headers were all read and checked.
 
@@ -89,6 +104,9 @@ class Checkpoint:
             `config` then has as `quantization_config`; empty where there is none.
         whole: tensors of the files that are read in parts: name -> (file name, place, names of the
             parts among `tensors`).
+        unused: tensors of the files that no module has, by name; they are not among `tensors`.
+            Artifacts get a copy, and nothing else reads them.
+        stored_names: name among `tensors` or `whole` -> name in the file, where the two differ.
     """
 
     folder: Path
@@ -97,6 +115,44 @@ class Checkpoint:
     files: tuple[str, ...]
     quantized_by: str = ""
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
+    unused: dict[str, UnusedTensor] = field(default_factory=dict)
+    stored_names: dict[str, str] = field(default_factory=dict)
+
+    def renamed(self, spelled: Mapping[str, str]) -> "Checkpoint":
+        """The checkpoint with other names of some tensors.
+
+        Args:
+            spelled: name -> the other name.
+
+        Raises:
+            InputError: two tensors would have one name.
+        """
+        tensors: dict[str, tuple[str, TensorInfo]] = {}
+        stored_names: dict[str, str] = {}
+        for name, (file, info) in self.tensors.items():
+            own = spelled.get(name, name)
+            if own in tensors:
+                raise InputError(
+                    f"{name}: is {own}, as {stored_names.get(own, own)} is", "remove one of the two"
+                )
+            tensors[own] = (file, replace(info, name=own))
+            if own != name:
+                stored_names[own] = name
+        return replace(self, tensors=tensors, stored_names=stored_names)
+
+    def without(self, reasons: Mapping[str, str]) -> "Checkpoint":
+        """The checkpoint with some of its tensors apart, as `unused`.
+
+        Args:
+            reasons: name of a tensor -> what it is.
+        """
+        unused = {
+            name: UnusedTensor(file=file, info=info, reason=reasons[name])
+            for name, (file, info) in self.tensors.items()
+            if name in reasons
+        }
+        kept = {name: place for name, place in self.tensors.items() if name not in reasons}
+        return replace(self, tensors=kept, unused={**self.unused, **unused})
 
     def in_parts(self, split: Mapping[str, SplitTensor]) -> "Checkpoint":
         """The checkpoint with the parts of some tensors in the place of these.
@@ -128,7 +184,8 @@ class Checkpoint:
         """Tensor name -> (file name, place in it), as the files have it: none in parts."""
         inside = {part for *_, names in self.whole.values() for part in names}
         kept = {name: place for name, place in self.tensors.items() if name not in inside}
-        return kept | {name: (file, info) for name, (file, info, _) in self.whole.items()}
+        kept |= {name: (file, info) for name, (file, info, _) in self.whole.items()}
+        return kept | {name: (one.file, one.info) for name, one in self.unused.items()}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
@@ -136,9 +193,14 @@ class Checkpoint:
         return {name: info for name, (_, info) in self.tensors.items()}
 
     @property
+    def infos_with_unused(self) -> dict[str, TensorInfo]:
+        """`infos`, and the places of the unused tensors."""
+        return self.infos | {name: one.info for name, one in self.unused.items()}
+
+    @property
     def shards(self) -> tuple[str, ...]:
         """The files that hold the tensors, sorted."""
-        return tuple(sorted({file for file, _ in self.tensors.values()}))
+        return tuple(sorted({file for file, _ in self.located.values()}))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -59,6 +59,7 @@ class _Source(TypedDict):
     name: str
     revision: str | None
     files: dict[str, str]
+    stored_names: NotRequired[dict[str, str]]
 
 
 class _Resolved(TypedDict):

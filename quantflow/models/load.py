@@ -13,7 +13,7 @@ from quantflow.core.device import HOST, Device
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.models.configuration import load_config
 from quantflow.models.names import NameMap
-from quantflow.models.open import as_linears
+from quantflow.models.open import compared
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.read_ahead import ReadAhead
 from quantflow.models.reading import read_rows, read_tensors
@@ -114,7 +114,7 @@ def open_source(folder: str | Path) -> Source:
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
     config = load_config(checkpoint)
-    return Source(checkpoint=as_linears(checkpoint, config), config=config)
+    return Source(checkpoint=compared(checkpoint, config), config=config)
 
 
 def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quantflow.errors import InputError
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint, Keys, UnsupportedDesign
 from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
 from quantflow.models.graph import HEAD, MLP
 
 Shape = tuple[int, ...]
+STORED = ("F64", "F32", "F16", "BF16")  # dtypes of parameters that are not quantized
+_OTHER_MODEL = "check that config.json belongs to these weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +47,12 @@ class Bound:
         parameters: the model's parameters; of two that are tied, where one tensor is there, both.
         head: linear that makes logits, by the name of the tensor that it multiplies by, without
             `.weight`.
+        unused: source names that belong to no module of the model.
     """
 
     parameters: tuple[Parameter, ...]
     head: str
+    unused: tuple[str, ...] = ()
 
 
 class ModelTensors(Protocol):
@@ -67,7 +72,7 @@ class ModelTensors(Protocol):
             quantized: source names of the quantized linears.
 
         Raises:
-            InputError: a tensor that is no parameter, a parameter without a tensor.
+            InputError: a tensor that its module does not have, a parameter without a tensor.
         """
 
     def caches(self) -> dict[str, int]:
@@ -145,7 +150,11 @@ class ListedTensors:
         source = {name: name for name in self._shapes}
         if self._tied and head not in names:
             source[head] = embedding
-        if differing := sorted(set(names) ^ set(source.values())):
+        owners = {name.rpartition(".")[0] for name in source.values()}
+        known = set(source.values())
+        unused = [name for name in names if name not in known]
+        foreign = [name for name in unused if name.rpartition(".")[0] in owners]
+        if differing := sorted({*foreign, *(known - set(names))}):
             raise InputError(
                 f"{differing[0]}: in only one of config.json and the folder",
                 "export the artifact again",
@@ -153,7 +162,9 @@ class ListedTensors:
         parameters = tuple(
             Parameter(source=source[name], shape=shape) for name, shape in self._shapes.items()
         )
-        return Bound(parameters=parameters, head=source[head].removesuffix(".weight"))
+        return Bound(
+            parameters=parameters, head=source[head].removesuffix(".weight"), unused=tuple(unused)
+        )
 
     def caches(self) -> dict[str, int]:
         """The attentions and their kv heads; see `ModelTensors`."""
@@ -174,6 +185,39 @@ def listed(config: Mapping[str, Any]) -> ListedTensors | None:
         return ListedTensors(row, row.decoder, blueprint, Keys(config, row.decoder.defaults))
     except UnsupportedDesign:
         return None
+
+
+def require_shapes(
+    infos: Mapping[str, TensorInfo],
+    parameters: Iterable[Parameter],
+    *,
+    linears: Collection[str] = (),
+) -> None:
+    """Refuse a tensor of another shape than the configuration says.
+
+    Decoders without modules would compute with it all the same.
+
+    Args:
+        infos: headers of the folder, by source name.
+        parameters: parameters of the model, as the configuration alone makes it.
+        linears: source names of quantized linears, whose weight is compared when it is decoded.
+
+    Raises:
+        InputError: another shape than the model's, or a dtype that is no floating point.
+    """
+    for parameter in parameters:
+        source, needed = parameter.source, list(parameter.shape)
+        if source.endswith(".weight") and source.removesuffix(".weight") in linears:
+            continue
+        info = infos[source]
+        if list(info.shape) != needed:
+            raise InputError(
+                f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL
+            )
+        if info.dtype not in STORED and parameter.floating:
+            raise InputError(
+                f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL
+            )
 
 
 def _is_causal_lm(row: FamilyRow, architectures: object) -> bool:

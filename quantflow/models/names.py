@@ -9,7 +9,7 @@ while every name is a parameter's own.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,11 @@ from quantflow.models.parameters import twins
 _PART = re.compile(r"(?P<owner>.+)\.parts\.(?P<number>\d+)\.(?P<leaf>\w+)")
 # Buffers of old checkpoints, which transformers computes itself since then.
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
+# Names that torch.compile, FSDP and activation checkpointing put around a module: a checkpoint that
+# was saved from within has them.
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +49,16 @@ class Binding:
         to_source: module name -> source name; a tied parameter that the checkpoint lacks has its
             twin's. Parameters beside the language model are missing where transformers makes them
             of other tensors.
-        ignored: source names that the family's own loader ignores, such as masks that are computed
-            today, and those that it merges or splits for images or sound, which no text needs.
+        beside: source names that are merged or split for images or sound, which no text needs.
+        unused: source names that belong to no module of the model: layers that predict tokens
+            further ahead (MTP), layers beyond `num_hidden_layers`, value heads, and buffers that
+            transformers computes itself today.
     """
 
     to_module: dict[str, str]
     to_source: dict[str, str]
-    ignored: tuple[str, ...]
+    beside: tuple[str, ...]
+    unused: tuple[str, ...]
 
 
 class HubNames:
@@ -155,6 +163,7 @@ class NameMap:
         self._model, self._prefix = model, model.base_model_prefix
         self._parameters = model.state_dict()
         self._twins = twins(model)
+        self._owners = {name.rpartition(".")[0] for name in self._parameters}
         patterns = [_COMPUTED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
@@ -177,18 +186,13 @@ class NameMap:
             )
         return name
 
-    def beside(self, source: str) -> bool:
-        """Whether a tensor is merged or split for images or sound."""
-        return self._changed_beside(source) is not None
-
-    def _changed_beside(self, source: str) -> set[str] | None:
-        """The parameters beside the language model that transformers makes of a tensor.
-
-        None where the tensor belongs to the language model, or is not merged or split.
-        """
+    def whole(self, source: str) -> str | None:
+        """The module name of a source name; None where the tensor is merged or split on load."""
         module, changed = self._found(source)
-        if changed is None or module.startswith(self._of_text):
-            return None
+        return module if changed is None else None
+
+    def _made_of(self, module: str, changed: tuple[str, WeightConverter]) -> set[str]:
+        """The parameters that a converter makes of a tensor; `module` is the first."""
         first, *others = changed[1].target_patterns
         return {module, *(module.replace(first, other, 1) for other in others)}
 
@@ -236,35 +240,74 @@ class NameMap:
         renamings = [item for item in found if isinstance(item, WeightRenaming)]
         return renamings, [item for item in found if isinstance(item, WeightConverter)]
 
+    def spelled(self, names: Iterable[str], wholes: Collection[str]) -> dict[str, str]:
+        """The names that transformers writes, of the tensors that a checkpoint names otherwise.
+
+        Checkpoints lack the base model's prefix, or have it twice, have the names of a version of
+        transformers before or after, or those of a wrapper around the model. Tensors beside the
+        language model keep their names, as engines know those of the release.
+
+        Args:
+            names: every source name.
+            wholes: tensors that transformers writes and that are read in parts, by those names.
+        """
+        hub = HubNames(self._model)
+        spelled = {}
+        for name in names:
+            bare = _WRAPPERS.sub("", name)
+            longer = f"{self._prefix}.{bare}"
+            shorter = bare.removeprefix(f"{self._prefix}.")
+            own = next((each for each in (bare, longer, shorter) if each in wholes), None)
+            if own is None:
+                module, changed = self._found(bare)
+                if changed is None and module in self._parameters:
+                    inside = module.startswith(self._of_text)
+                    own = hub.of(module) if inside else bare
+                    own = own if self._found(own) == (module, None) else bare
+            if own not in (None, name):
+                spelled[name] = own
+        return spelled
+
     def bind(self, names: Iterable[str]) -> Binding:
         """Match all tensors of a checkpoint with all parameters of the model.
+
+        A tensor that no module has is unused: transformers loads such a checkpoint too. A tensor
+        of a module that has others, such as the bias of a linear without one, is refused, since
+        the model would compute other numbers without it.
 
         Args:
             names: every source name.
 
         Raises:
-            InputError: a tensor belongs nowhere, two tensors are for one parameter, or a parameter
-                has no tensor.
+            InputError: a tensor that its module does not have, two tensors for one parameter, or a
+                parameter without a tensor.
             UnsupportedError: a tensor of the language model is merged or split on load.
         """
         to_module: dict[str, str] = {}
         to_source: dict[str, str] = {}
-        ignored: list[str] = []
+        beside, unused, merged = list[str](), list[str](), list[str]()
         unread: set[str] = set()
         for source in names:
-            changed = self._changed_beside(source)
+            module, changed = self._found(source)
             if changed is not None:
-                unread |= changed
-                ignored.append(source)
+                made = self._made_of(module, changed)
+                if made.isdisjoint(self._parameters):
+                    merged.append(source)
+                    unused.append(source)
+                elif module.startswith(self._of_text):
+                    self.module_name(source)  # raises
+                else:
+                    unread |= made
+                    beside.append(source)
                 continue
-            module = self.module_name(source)
             if module not in self._parameters:
-                if self._ignored.search(module) is None:
+                if module.rpartition(".")[0] in self._owners and not self._ignored.search(module):
                     raise InputError(
                         f"{source}: in the checkpoint, but the model has no parameter {module}",
-                        "check that config.json belongs to these weights",
+                        f"check that config.json belongs to these weights: a flag of it says "
+                        f"whether there is such a {module.rpartition('.')[2]}",
                     )
-                ignored.append(source)
+                unused.append(source)
                 continue
             if module in to_source:
                 raise InputError(
@@ -275,11 +318,22 @@ class NameMap:
         for name, twin in self._twins.items():
             if name not in to_source and twin in to_module.values():
                 to_source[name] = to_source[twin]
-        missing = sorted(set(self._parameters) - set(to_source) - unread)
+        missing = sorted(set(self._parameters) - set(to_source) - unread - self._computed)
+        if missing and merged:
+            self.module_name(merged[0])  # raises
         if missing:
             raise InputError(
                 f"{missing[0]}: needed by the model, not in the checkpoint "
                 f"({len(missing)} missing)",
                 "check that config.json belongs to these weights and that every shard is there",
             )
-        return Binding(to_module=to_module, to_source=to_source, ignored=tuple(ignored))
+        return Binding(
+            to_module=to_module, to_source=to_source, beside=tuple(beside), unused=tuple(unused)
+        )
+
+    @property
+    def _computed(self) -> set[str]:
+        """Buffers that transformers computes where a checkpoint lacks them, and says so."""
+        optional = self._model._keys_to_ignore_on_load_missing or ()
+        buffers = {name for name, _ in self._model.named_buffers()} & self._parameters.keys()
+        return {name for name in buffers if any(re.search(one, name) for one in optional)}

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantflow.errors import InputError
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.safetensors_header import SplitTensor
 from quantflow.models.graph import UNTRACED, Graph, named_graph, row_graph
 from quantflow.models.matching import matching
+from quantflow.models.model_tensors import ModelTensors, listed, require_shapes
 from quantflow.models.reading import check_stored
 from quantflow.models.source import PlainConfig, refuse_stacked_experts
+from quantflow.models.unused import OTHER, reason_of
 
 
 class NamedLinears:
@@ -109,7 +113,7 @@ def open_files(folder: str | Path, *, linears: Sequence[str] = ()) -> ModelFiles
         graph = named_graph(checkpoint.config, chosen, others=others)
         return ModelFiles(checkpoint=checkpoint, config=NamedLinears(checkpoint.config, graph))
     config = config_of(checkpoint)
-    return ModelFiles(checkpoint=as_linears(checkpoint, config), config=config)
+    return ModelFiles(checkpoint=compared(checkpoint, config), config=config)
 
 
 def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -125,18 +129,52 @@ def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[list[str],
     ]
 
 
-def as_linears(checkpoint: Checkpoint, config: Any) -> Checkpoint:
-    """A checkpoint in which every linear that the graph names is a tensor [O, I] of its own.
+def compared(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """A checkpoint that was compared with its model, by headers alone.
+
+    Its tensors have the names that transformers writes, every linear that the graph names is a
+    tensor [O, I] of its own, and tensors that no module has are apart, as `unused`.
 
     Raises:
-        UnsupportedError: experts in one tensor, in a family whose graph comes from its row; or as
-            `graph_for`.
-        InputError: as `Checkpoint.in_parts`.
+        InputError: a parameter without a tensor, a tensor that its module does not have, or one of
+            another shape than the model's.
+        UnsupportedError: experts in one tensor, in a family whose graph comes from its row; a
+            tensor that is merged or split on load; or as `graph_for`.
     """
+    layout = listed(checkpoint.config)
+    if layout is not None and config.model_type in UNTRACED:
+        try:
+            found = _accounted(checkpoint, layout)
+        except InputError:
+            pass  # the module tree knows older names, and says what is wrong
+        else:
+            if all(one.reason != OTHER for one in found.unused.values()):
+                return found
+    # here: they import transformers' model code
+    from quantflow.models.configuration import load_config
+    from quantflow.models.module_tensors import ModuleTensors
+
+    own = load_config(checkpoint) if isinstance(config, PlainConfig) else config
+    modules = ModuleTensors(own, graph=lambda: graph_for(own))
+    split: Mapping[str, SplitTensor] = {}
     if config.model_type in UNTRACED:
         refuse_stacked_experts(checkpoint)
-        return checkpoint
-    return checkpoint.in_parts(graph_for(config).split)
+    else:
+        split = graph_for(own).split
+    checkpoint = checkpoint.renamed(modules.spelled(checkpoint.tensors, split))
+    return _accounted(checkpoint.in_parts(split), modules)
+
+
+def _accounted(checkpoint: Checkpoint, tensors: ModelTensors) -> Checkpoint:
+    """The checkpoint with its unused tensors apart.
+
+    Raises:
+        InputError, UnsupportedError: as `ModelTensors.bind`; a shape that is not the model's.
+    """
+    bound = tensors.bind(tuple(checkpoint.tensors), quantized=())
+    require_shapes(checkpoint.infos, bound.parameters)
+    reasons = {name: reason_of(name, checkpoint.config) for name in bound.unused}
+    return checkpoint.without(reasons) if reasons else checkpoint
 
 
 def refuse_not_finite(checkpoint: Checkpoint, graph: Graph) -> None:

@@ -22,7 +22,7 @@ from quantflow.models.once import BLOCK, fill
 _CHECK_ELEMENTS = 1 << 20
 _PIECE = 8 << 20  # bytes at once of a tensor that is only checked
 # the integer of the dtype's size, and the bits that are all set in a value that is not finite
-_NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
+NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF << 52),
     torch.float32: (torch.int32, 0xFF << 23),
     torch.float16: (torch.int16, 0x1F << 10),
@@ -238,7 +238,7 @@ def check_stored(path: Path, info: TensorInfo) -> None:
         UnsupportedError: torch has no name for the dtype.
     """
     dtype = _dtype(path, info)
-    if dtype not in _NOT_FINITE:
+    if dtype not in NOT_FINITE:
         return
     piece = torch.empty(min(info.nbytes, _PIECE) // dtype.itemsize, dtype=dtype)
     for start in range(0, info.nbytes, _PIECE):
@@ -250,22 +250,29 @@ def check_stored(path: Path, info: TensorInfo) -> None:
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
     """Refuse NaN and Inf.
 
-    The exponent's bits of a value that is not finite are all set. Integers are compared at the
-    speed of the memory, where isfinite is not vectorised for bfloat16.
-
     Raises:
         InputError: naming the tensor, and the number of its values that are not finite.
     """
-    integer, mask = _NOT_FINITE[tensor.dtype]
+    if count := not_finite(tensor):
+        raise InputError(
+            f"{name}: {count} values of {path.name} are NaN or Inf, all must be finite",
+            "download the file again, or repair the checkpoint",
+        )
+
+
+def not_finite(tensor: Tensor) -> int:
+    """The number of NaN and Inf in the first part of a tensor that has any; 0 without any.
+
+    The exponent's bits of a value that is not finite are all set. Integers are compared at the
+    speed of the memory, where isfinite is not vectorised for bfloat16.
+    """
+    integer, mask = NOT_FINITE[tensor.dtype]
     flat = tensor.flatten().view(integer)
     for start in range(0, len(flat), _CHECK_ELEMENTS):
         bits = flat[start : start + _CHECK_ELEMENTS] & mask
         if bits.amax() == mask:
-            count = int((bits == mask).sum())
-            raise InputError(
-                f"{name}: {count} values of {path.name} are NaN or Inf, all must be finite",
-                "download the file again, or repair the checkpoint",
-            )
+            return int((bits == mask).sum())
+    return 0
 
 
 def _dtype(path: Path, info: TensorInfo) -> torch.dtype:

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from quantflow.files.checkpoint import UnusedTensor
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
 from quantflow.planning.plan import Plan
@@ -12,7 +14,12 @@ _HEADS = ("lm_head", "embed_out")
 
 
 def artifact_config(
-    config: Mapping[str, Any], graph: Graph, plan: Plan, *, names: Collection[str]
+    config: Mapping[str, Any],
+    graph: Graph,
+    plan: Plan,
+    *,
+    infos: Mapping[str, TensorInfo],
+    unused: Mapping[str, UnusedTensor],
 ) -> dict[str, Any]:
     """Content of an artifact's config.json.
 
@@ -23,7 +30,8 @@ def artifact_config(
         config: config.json of the source.
         graph: linears of the model.
         plan: plan of the artifact.
-        names: tensor names of the source.
+        infos: tensors of the source.
+        unused: tensors of the source that no module has.
     """
     schemes = plan.quantized
     own = dict(config)
@@ -31,7 +39,7 @@ def artifact_config(
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
         schemes,
-        ignore=left_alone(graph, schemes, names=names),
+        ignore=left_alone(graph, schemes, infos=infos, unused=unused),
         model_type=graph.family.model_type,
         kv_cache=plan.kv_cache,
         modules=module_names(graph),
@@ -39,23 +47,32 @@ def artifact_config(
     return own
 
 
-def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[str]) -> list[str]:
+def left_alone(
+    graph: Graph,
+    quantized: Collection[str],
+    *,
+    infos: Mapping[str, TensorInfo],
+    unused: Mapping[str, UnusedTensor],
+) -> list[str]:
     """Source names of the linears that are not quantized.
 
-    Linears outside the layers are listed by every name under which loaders look for them. A head
-    that is tied to the embedding is among them: it is a linear of the model without a tensor.
+    Linears outside the layers are listed by every name under which loaders look for them: an
+    engine that finds none there takes a matrix for a quantized one. Unused matrices are among
+    them, since engines run what a causal forward does not (MTP), and a head that is tied to the
+    embedding: it is a linear of the model without a tensor.
 
     Args:
         graph: linears of the model.
         quantized: source names of the quantized linears; all their names where a folder's names may
             differ from the graph's.
-        names: tensor names of the folder.
+        infos: tensors of the folder.
+        unused: tensors of the folder that no module has.
     """
     modules = module_names(graph)
     heads = list(_HEADS)
     inside = [*graph.linears, *graph.routers, *graph.idle]
     if graph.family.discovered:
-        inside += graph.others
+        inside += [*graph.others, *_matrices_outside(graph, infos)]
         heads += [graph.family.head]
     left = [
         name
@@ -64,11 +81,38 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
     ]
     if not any(head in quantized for head in heads):
         # a head that is tied to the embedding may still have a bias of its own
-        stored = {name.rpartition(".")[0] for name in names}
+        stored = {name.rpartition(".")[0] for name in infos}
         left += [name for name in dict.fromkeys(heads) if name in stored] or [
             graph.family.head_place
         ]
-    return left
+    return list(dict.fromkeys([*left, *_unused_linears(unused)]))
+
+
+def _matrices_outside(graph: Graph, infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Modules of the matrices outside the layers, by the names that the checkpoint has.
+
+    The towers of released checkpoints have older names than those of today's modules. The token
+    embedding is no linear; a table of positions is listed, which does no harm.
+    """
+    layers = tuple(f"{layer.prefix}." for layer in graph.layers)
+    beside = (graph.family.embedding, graph.family.head)
+    modules = [
+        name.removesuffix(".weight")
+        for name, info in infos.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and not name.startswith(layers)
+    ]
+    return [name for name in modules if name not in beside]
+
+
+def _unused_linears(unused: Mapping[str, UnusedTensor]) -> list[str]:
+    """Modules of the unused tensors that may be linears: matrices, and stacks of experts."""
+    linears = []
+    for name, tensor in unused.items():
+        if name.endswith(".weight") and len(tensor.info.shape) == 2:
+            linears.append(name.removesuffix(".weight"))
+        elif ".experts." in name and len(tensor.info.shape) == 3:
+            linears += [name, name.rpartition(".")[0]]
+    return linears
 
 
 def module_names(graph: Graph) -> dict[str, str]:

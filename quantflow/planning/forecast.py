@@ -28,6 +28,8 @@ from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.files.side_files import is_side_file
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, open_files
+from quantflow.models.tokenizer_vocabulary import beyond_embedding
+from quantflow.models.unused import unused_words
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import (
@@ -80,7 +82,7 @@ def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
-    model = model_size(checkpoint.infos, config, graph)
+    model = model_size(checkpoint.infos_with_unused, config, graph)
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     plans = [resolve(entry, graph, shapes, measured=job.measured) for entry in recipe.quantize]
     lengths = _calibration_lengths(recipe, config)
@@ -112,6 +114,11 @@ def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
             "layers": len(graph.layers),
             "weights": sum(map(elements_of, model.infos.values())),
             "bytes": model.stored,
+            "notes": [
+                note
+                for note in (unused_words(checkpoint), beyond_embedding(checkpoint, graph))
+                if note is not None
+            ],
         },
         "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
         "calibration": {
@@ -294,7 +301,13 @@ def output_bytes(
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
-    config = len(readable_json(artifact_config(checkpoint.config, graph, plan, names=model.infos)))
+    config = len(
+        readable_json(
+            artifact_config(
+                checkpoint.config, graph, plan, infos=checkpoint.infos, unused=checkpoint.unused
+            )
+        )
+    )
     copied = [
         name
         for name in checkpoint.files

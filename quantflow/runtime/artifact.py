@@ -7,7 +7,7 @@ they are read. A tensor that is missing, unknown or used twice is an error.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from quantflow.backends import choose, reference
 from quantflow.backends.backend import Backend, Case
 from quantflow.core.device import HOST, Device
-from quantflow.core.dtypes import NAMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
@@ -38,9 +37,11 @@ from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
-from quantflow.models.model_tensors import ModelTensors, Parameter, listed
+from quantflow.models.model_tensors import ModelTensors, listed, require_shapes
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
+from quantflow.models.unused import reason_of
 from quantflow.runtime.code_order import require_one_order
 from quantflow.runtime.linear import QuantLinear
 
@@ -53,7 +54,6 @@ Shapes = Mapping[str, tuple[int, int]]
 Inputs = Literal["stored", "usual", "rounded"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # dtypes of tensors that are not quantized
-_STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))
 _OTHER_MODEL = "check that config.json belongs to these weights"
 
 
@@ -344,10 +344,10 @@ def open_artifact(
     cache = compressed_tensors.kv_scheme_from_config(table)
     quantization = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
     headers = _match_layout(checkpoint, quantization)
+    _require_recorded(headers.checkpoint, manifest)
     rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
     choose_backend = functools.partial(_choose_backend, backend=backend, rounds=rounds)
     return _with_backends(
-        checkpoint,
         manifest,
         quantization,
         headers,
@@ -403,7 +403,7 @@ def _open_foreign(
         lighter = _without_zero_biases(checkpoint)
         if lighter is checkpoint:
             raise
-        checkpoint, headers = lighter, _match_layout(lighter, quantization)
+        headers = _match_layout(lighter, quantization)
     if not headers.schemes:
         cause = (
             f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear "
@@ -412,7 +412,6 @@ def _open_foreign(
         raise InputError(cause, "check that config.json belongs to these weights")
     choose_backend = functools.partial(_choose_backend, backend=backend, rounds=False)
     return _with_backends(
-        checkpoint,
         {},
         quantization,
         headers,
@@ -420,6 +419,20 @@ def _open_foreign(
         dtype=dtype,
         device=device,
     )
+
+
+def _require_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> None:
+    """Refuse a tensor that no module has where the ledger does not say so.
+
+    Raises:
+        InputError: naming the tensor.
+    """
+    recorded = {name for entry in manifest["ledger"]["tensors"] for name in entry["becomes"]}
+    if foreign := sorted(checkpoint.unused.keys() - recorded):
+        raise InputError(
+            f"{foreign[0]}: in the checkpoint, but the model has no parameter {foreign[0]}",
+            f"{_OTHER_MODEL}; {MANIFEST_NAME} does not name the tensor either",
+        )
 
 
 def _match_layout(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Contents":
@@ -430,7 +443,6 @@ def _match_layout(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Co
 
 
 def _with_backends(
-    checkpoint: Checkpoint,
     manifest: dict[str, Any],
     quantization: "_Quantization",
     headers: "_Contents",
@@ -455,7 +467,7 @@ def _with_backends(
             reordered=quantization.reordered,
         )
     return Artifact(
-        checkpoint=checkpoint,
+        checkpoint=headers.checkpoint,
         manifest=manifest,
         names=headers.names,
         head=headers.head,
@@ -567,7 +579,7 @@ def open_folder(
         checkpoint = open_source(folder).checkpoint
         headers = _match(checkpoint, _module_layout(checkpoint), None)
     return Artifact(
-        checkpoint=checkpoint,
+        checkpoint=headers.checkpoint,
         manifest={},
         names=headers.names,
         head=headers.head,
@@ -604,6 +616,7 @@ class _Contents:
         schemes: source name of each quantized linear -> how it is stored.
         shapes: source name of each linear -> (out_features, in_features).
         modules, names, head, caches: fields of `Artifact`.
+        checkpoint: the checkpoint, with the tensors apart that no module has.
     """
 
     schemes: dict[str, LinearScheme]
@@ -612,6 +625,7 @@ class _Contents:
     names: tuple[str, ...]
     head: str
     caches: dict[str, int]
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,7 +670,8 @@ def _module_layout(checkpoint: Checkpoint) -> ModelTensors:
     # here: it imports transformers' model code
     from quantflow.models.module_tensors import ModuleTensors
 
-    return ModuleTensors(_config_of(checkpoint))
+    config = _config_of(checkpoint)
+    return ModuleTensors(config, graph=lambda: graph_for(config))
 
 
 def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
@@ -688,14 +703,16 @@ def _match(
         claimed = _quantized_tensor_names(quantization, schemes, caches)
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
-    _require_shapes(checkpoint, bound.parameters, linears=schemes)
+    require_shapes(checkpoint.infos, bound.parameters, linears=schemes)
+    reasons = {name: reason_of(name, checkpoint.config) for name in bound.unused}
     return _Contents(
         schemes=schemes,
         shapes=shapes,
         modules=modules,
-        names=parameters,
+        names=tuple(name for name in parameters if name not in reasons),
         head=bound.head,
         caches=caches,
+        checkpoint=checkpoint.without(reasons) if reasons else checkpoint,
     )
 
 
@@ -735,34 +752,3 @@ def _quantized_tensor_names(
         for name, scheme in schemes.items()
         for tensor in quantization.layout.tensor_names(name, scheme)
     }
-
-
-def _require_shapes(
-    checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]
-) -> None:
-    """Refuse a tensor of another shape than the configuration says.
-
-    Decoders without modules would compute with it all the same.
-
-    Args:
-        checkpoint: the artifact's headers.
-        parameters: parameters of the model, as the configuration alone makes it.
-        linears: source names of quantized linears, whose weight `Artifact.decode` compares when it
-            is read.
-
-    Raises:
-        InputError: another shape than the model's, or a dtype that is no floating point.
-    """
-    for parameter in parameters:
-        source, needed = parameter.source, list(parameter.shape)
-        if source.endswith(".weight") and source.removesuffix(".weight") in linears:
-            continue
-        _, info = checkpoint.tensors[source]
-        if list(info.shape) != needed:
-            raise InputError(
-                f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL
-            )
-        if info.dtype not in _STORED and parameter.floating:
-            raise InputError(
-                f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL
-            )

@@ -8,7 +8,6 @@ Nothing else is moved. A configuration that llama.cpp would not compute is refus
 Source: github.com/ggml-org/llama.cpp, the converter's LlamaModel, Qwen2Model and GPTNeoXModel.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,8 +22,6 @@ Order = Literal["stored", "rotary", "fused"]
 # A role's modules in the checkpoint, their names in the file, and sizes of their weights.
 _Part = tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str, ...]]
 _REPAIR = "check that config.json belongs to these weights"
-# Buffers of old checkpoints, which neither side reads.
-_COMPUTED = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +301,6 @@ def _check(
                 _REPAIR,
             )
     for name in sorted(shapes.keys() - {place.source for place in tensors} - dropped):
-        if _COMPUTED.fullmatch(name):
-            continue
         if name.endswith(".bias"):
             raise UnsupportedError(
                 f"{name}: llama.cpp's {architecture.name} has no such bias",

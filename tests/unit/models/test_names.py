@@ -48,7 +48,7 @@ def test_the_head_of_gpt_neox_has_two_names(neox):
         binding.to_source[f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"]
         == f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"
     )
-    assert binding.ignored == ()
+    assert (binding.beside, binding.unused) == ((), ())
 
 
 def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama):
@@ -79,11 +79,62 @@ def test_the_table_is_not_asked_for_while_every_name_is_a_parameters_own(llama, 
     assert len(NameMap(llama).bind(llama.state_dict()).to_module) == len(llama.state_dict())
 
 
-def test_buffers_of_old_checkpoints_are_ignored_and_listed(neox):
+def test_buffers_of_old_checkpoints_are_unused_and_listed(neox):
     old = [
         f"{NEOX_LAYER}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
     ]
-    assert NameMap(neox).bind([*neox.state_dict(), *old]).ignored == tuple(old)
+    assert NameMap(neox).bind([*neox.state_dict(), *old]).unused == tuple(old)
+
+
+UNUSED = (
+    "mtp.layers.0.self_attn.q_proj.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "v_head.summary.weight",
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
+)
+
+
+def test_a_tensor_of_no_module_is_unused(llama):
+    binding = NameMap(llama).bind([*llama.state_dict(), *UNUSED])
+    assert binding.unused == UNUSED
+    assert set(binding.to_module) == set(llama.state_dict())
+
+
+def test_experts_of_a_layer_that_the_model_does_not_have_are_unused():
+    model = skeleton(MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=2))
+    hub = HubNames(model)
+    names = [hub.of(name) for name in model.state_dict()]
+    ahead = [name.replace("layers.0", "layers.1") for name in names if "layers.0" in name]
+    assert NameMap(model).bind([*names, *ahead]).unused == tuple(ahead)
+
+
+def test_a_tensor_that_its_own_module_lacks_is_refused(llama):
+    extra = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(InputError, match=rf"{extra}: in the checkpoint, but the model has no"):
+        NameMap(llama).bind([*llama.state_dict(), extra])
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda name: name.removeprefix("model."),
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"model.{name}" if name.startswith("model.") else name,
+        lambda name: name.replace("layers.0.", "layers.0._fsdp_wrapped_module."),
+    ],
+    ids=["no prefix", "compiled", "data parallel", "twice", "FSDP"],
+)
+def test_names_of_other_programs_are_spelled_as_transformers_writes_them(llama, named):
+    own = list(llama.state_dict())
+    spelled = NameMap(llama).spelled([named(name) for name in own], ())
+    assert spelled == {named(name): name for name in own if named(name) != name}
+
+
+def test_tensors_that_are_read_in_parts_get_the_prefix_too(llama):
+    whole = "model.layers.0.mlp.experts.gate_up_proj"
+    short = whole.removeprefix("model.")
+    assert NameMap(llama).spelled([short], {whole}) == {short: whole}
 
 
 def test_a_bias_of_a_linear_is_not_taken_for_an_old_buffer(neox):
@@ -121,13 +172,6 @@ def test_a_parameter_without_tensor_is_refused_by_name(llama):
         InputError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: needed .*\(1 missing\)"
     ):
         NameMap(llama).bind(names)
-
-
-def test_a_tensor_that_belongs_nowhere_is_refused_by_name(llama):
-    with pytest.raises(
-        InputError, match=r"model\.layers\.0\.adapter\.weight: in the checkpoint, but"
-    ):
-        NameMap(llama).bind([*llama.state_dict(), "model.layers.0.adapter.weight"])
 
 
 def test_two_tensors_for_one_parameter_are_refused(neox):
@@ -187,14 +231,14 @@ def stored(model):
 def test_what_is_split_for_images_is_left_out(kimi):
     found = NameMap(kimi).bind(names := stored(kimi))
     block = "vision_tower.encoder.blocks.0"
-    assert found.ignored == (f"{block}.wqkv.weight", f"{block}.wqkv.bias")
+    assert found.beside == (f"{block}.wqkv.weight", f"{block}.wqkv.bias")
     left = {*kimi.state_dict()} - {*found.to_source}
     assert left == {
         f"model.vision_tower.layers.0.attn.{one}_proj.{leaf}"
         for one in "qkv"
         for leaf in ("weight", "bias")
     }
-    assert {*names} == {*found.to_module, *found.ignored}
+    assert {*names} == {*found.to_module, *found.beside}
 
 
 def test_a_tensor_that_is_split_for_images_is_missed(kimi):

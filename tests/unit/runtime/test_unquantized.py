@@ -88,8 +88,8 @@ def test_what_contradicts_the_configuration_is_refused_by_name(tmp_path):
         ({name: whole[name][:64].clone()}, rf"{name}: is \[64, 64\], the model needs \[96, 64\]"),
         ({name: None}, f"{name}: needed by the model, not in the checkpoint"),
         (
-            {"model.extra.weight": torch.ones(2)},
-            "model.extra.weight: in the checkpoint, but the model has no parameter",
+            {f"{name.removesuffix('weight')}bias": torch.ones(2)},
+            "up_proj.bias: in the checkpoint, but the model has no parameter",
         ),
         (
             {name: whole[name].to(torch.int8)},
