@@ -112,6 +112,7 @@ def text(plan: Mapping[str, Any]) -> str:
     lines = [
         f"{model['folder']}: {model['family']}, {model['layers']} layers, {model['weights']:,} "
         f"weights, {size(model['bytes'])}",
+        *model["notes"],
         f"memory: {size(limits['memory'])}, {limits['memory_from']}; {limits['cores']} cores",
         f"calibration: {calibration['samples']} sequences of {calibration['sequence_length']} "
         f"tokens; statistics: {observers}",

@@ -309,8 +309,9 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         dtype = RUNNING[job.compute.dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
-        if (note := _short(job.calibration, sequences)) is not None:
-            progress.say(f"measure: {note}")
+        for note in (*source.checkpoint.notes, _short(job.calibration, sequences)):
+            if note is not None:
+                progress.say(f"measure: {note}")
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)

@@ -112,6 +112,7 @@ def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
             "layers": len(graph.layers),
             "weights": sum(map(elements_of, model.infos.values())),
             "bytes": model.stored,
+            "notes": list(checkpoint.notes),
         },
         "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
         "calibration": {

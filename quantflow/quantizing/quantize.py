@@ -176,6 +176,8 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
     nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
     notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
+    for note in model.source.checkpoint.notes:
+        progress.say(f"quantize {plan.name}: {note}")
     for note in filter(None, notes):
         progress.say(f"quantize {note}")
     if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file:
