@@ -25,7 +25,7 @@ from quantflow.exporting.proof import Prover, proving
 from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
 from quantflow.files import disk, schema, stage_folder
 from quantflow.files.canonical import digest_of, file_digest, read_json, readable_json
-from quantflow.files.checkpoint import CONFIG, INDEX
+from quantflow.files.checkpoint import CONFIG
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.files.ledger import FileEntry, Ledger
@@ -395,22 +395,23 @@ def _model_files(source: ModelFiles) -> list[str]:
     return [
         name
         for name in checkpoint.files
-        if name in (CONFIG, INDEX, *checkpoint.shards)
+        if name in (CONFIG, checkpoint.index, *checkpoint.shards)
         or is_side_file(name, source.checkpoint.config)
     ]
 
 
 def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
-    entries = []
-    for name in source.checkpoint.files:
-        path = source.checkpoint.folder / name
+    entries, checkpoint = [], source.checkpoint
+    for name in checkpoint.files:
+        path = checkpoint.folder / name
         action: Literal["copied", "rewritten", "dropped"] = "dropped"
         reason = "not part of what a runtime loads"
         if name == CONFIG:
-            action, reason = "rewritten", "quantization_config added"
-        elif name in source.checkpoint.shards or name == INDEX:
+            change = "replaced, the source's was left over" if checkpoint.left_over else "added"
+            action, reason = "rewritten", f"quantization_config {change}"
+        elif name in (*checkpoint.shards, checkpoint.index):
             action, reason = "rewritten", "weights, see tensors"
-        elif is_side_file(name, source.checkpoint.config):
+        elif is_side_file(name, checkpoint.config):
             action, reason = "copied", "side file"
             disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)

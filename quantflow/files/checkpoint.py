@@ -13,8 +13,9 @@ from typing import Any
 
 from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
-from quantflow.files.folder import list_files, refuse_small_pointer
+from quantflow.files.folder import Listing, list_files, refuse_small_pointer
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, read_header
+from quantflow.files.side_files import is_side_file
 from quantflow.files.torch_file import read_torch_header
 
 CONFIG = "config.json"
@@ -69,6 +70,14 @@ _ORIGINAL = (
     "dequantized` makes"
 )
 _OF_MODELOPT = "hf_quant_config.json"
+# What no program packs weights into. Old checkpoints store masks and positions as integers.
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+_MASKS = frozenset({"bias", "masked_bias"})
+# what stands beside quantized weights, or beside float ones that are rounded already
+_BESIDE_WEIGHTS = re.compile(
+    r"(weight|input|output|q|k|v)_(global_)?(scale(_inv|_2)?|zero_point)|scales|qweight|qzeros"
+    r"|weight_(packed|shape|g_idx|format)|g_idx|(nested_)?(absmax|quant_map)|SCB"
+)
 QUANTIZATION = "quantization_config"
 _OLDER = "compression_config"  # key of older compressed-tensors
 _NESTED = "text_config"  # config of the language model in a model that reads images or sound
@@ -102,6 +111,11 @@ class Checkpoint:
         files: every regular file of the folder, sorted, with `/` between sub-folders.
         quantized_by: place of the folder's quantization config (see `quantization_in`), which
             `config` then has as `quantization_config`; empty where there is none.
+        left_over: place of a quantization config beside weights that are not quantized, which
+            `config` then lacks; empty where there is none.
+        index: the index that says which shard holds a tensor; empty where one file holds all.
+        notes: what the folder holds and nobody reads, a sentence each, where a reader may have
+            expected otherwise.
         whole: tensors of the files that are read in parts: name -> (file name, place, names of the
             parts among `tensors`).
         unused: tensors of the files that no module has, by name; they are not among `tensors`.
@@ -114,6 +128,9 @@ class Checkpoint:
     tensors: dict[str, tuple[str, TensorInfo]]
     files: tuple[str, ...]
     quantized_by: str = ""
+    left_over: str = ""
+    index: str = ""
+    notes: tuple[str, ...] = ()
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
     unused: dict[str, UnusedTensor] = field(default_factory=dict)
     stored_names: dict[str, str] = field(default_factory=dict)
@@ -207,25 +224,21 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a model folder: config.json, and model.safetensors or an index with its shards.
 
     Links to files are followed, since a hub snapshot consists of them. A quantized model is opened
-    too; `refuse_quantized` refuses it.
+    too; `refuse_quantized` refuses it. The weights are those that transformers takes:
+    model.safetensors, else the index with its shards. A file that nobody reads decides nothing,
+    whatever is wrong with it.
 
     Raises:
         InputError: the folder is missing or empty, has no config.json, only pickled weights, a
-            git-LFS pointer, a damaged or missing shard, or an index that contradicts its shards or
-            leads out of the folder.
+            damaged or missing shard, or an index that contradicts its shards or leads out of the
+            folder; a file that is read is a git-LFS pointer or no regular file.
     """
     listing = list_files(folder, follow_links=True)
-    if listing.others:
-        raise InputError(
-            f"{folder / listing.others[0]}: not a regular file",
-            "remove it or put the file itself there",
-        )
-    if not listing.files:
+    if not listing.files and not listing.others:
         raise InputError(
             f"{folder}: the folder is empty", "give the folder of a Hugging Face model"
         )
-    for name in listing.files:
-        refuse_small_pointer(folder / name)
+    _refuse_special(folder, listing, CONFIG)
     if CONFIG not in listing.files:
         raise InputError(f"{folder}: no {CONFIG}", "give the folder of a Hugging Face model")
     config = read_json(folder / CONFIG)
@@ -233,7 +246,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(
             f"{folder / CONFIG}: not a table", "restore the file from where it came from"
         )
+    for name in (*listing.others, *listing.files):
+        if is_side_file(name, config):
+            _refuse_special(folder, listing, name)
+            refuse_small_pointer(folder / name)
     table, where = quantization_in(folder, config)
+    index, notes = "", list[str]()
     single = low_precision_file(folder, listing.files)
     if single is not None:
         tensors = {
@@ -241,24 +259,87 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         }
         # the file itself does not name its quant_method
         table, where = {"quant_method": LOW_PRECISION[0]}, single
-    elif INDEX in listing.files:
-        tensors = _read_shards(folder, listing.files)
+    elif _has_index(folder, listing):
+        index = INDEX
+        tensors, notes = _read_shards(folder, listing)
     else:
-        tensors = _read_single(folder, listing.files)
+        tensors = _read_single(folder, listing)
+        if INDEX in listing.files:
+            notes = [f"{SINGLE} holds the weights; {INDEX} does not name it and is not read"]
+    if not tensors:
+        raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
     used = {file for file, _ in tensors.values()}
     stray = [name for name in listing.files if _SHARD.fullmatch(name) and name not in used]
     if stray:
-        raise InputError(
-            f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}"
+        more = f" and {len(stray) - 1} more" if stray[1:] else ""
+        notes.append(f"{stray[0]}{more}: no index names such a shard, it is not read")
+    says = where or (_OF_MODELOPT if _OF_MODELOPT in listing.files else "")
+    left_over = says if says and single is None and _is_plain(tensors) else ""
+    if left_over:
+        notes.append(
+            f"{left_over} says that the model is quantized, every weight is stored in floating "
+            "point: left over, it is neither read nor copied"
         )
-    if not tensors:
-        raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
-    if where:
+        config, where = _plain_config(config), ""
+    elif where:
         config = _without(config, table)
     _check_numbers(config, tensors, str(folder / CONFIG))
     return Checkpoint(
-        folder=folder, config=config, tensors=tensors, files=listing.files, quantized_by=where
+        folder=folder,
+        config=config,
+        tensors=tensors,
+        files=listing.files,
+        quantized_by=where,
+        left_over=left_over,
+        index=index,
+        notes=tuple(notes),
     )
+
+
+def _refuse_special(folder: Path, listing: Listing, name: str) -> None:
+    """Refuse a broken link, a FIFO or the like in the place of a file that is read.
+
+    Raises:
+        InputError: it is no regular file.
+    """
+    if name in listing.others:
+        raise InputError(
+            f"{folder / name}: not a regular file", "remove it or put the file itself there"
+        )
+
+
+def is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder's weights are quantized; what says so beside plain floats is left over.
+
+    Args:
+        folder: folder of a model.
+        config: content of its config.json.
+
+    Raises:
+        InputError: as `open_checkpoint`, of a folder whose configuration says so.
+    """
+    if quantization_in(folder, config)[1]:
+        return bool(open_checkpoint(folder).quantized_by)
+    return low_precision_file(folder) is not None
+
+
+def _is_plain(tensors: Mapping[str, tuple[str, TensorInfo]]) -> bool:
+    """Whether no tensor is a quantized weight, or stands beside one.
+
+    Fake quantized weights are floats as well; their scales say what they are.
+    """
+    for name, (_, info) in tensors.items():
+        leaf = name.rpartition(".")[2]
+        if _BESIDE_WEIGHTS.fullmatch(leaf) or (info.dtype not in _PLAIN and leaf not in _MASKS):
+            return False
+    return True
+
+
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json without any quantization config."""
+    cleaned = _without(config, None)
+    del cleaned[QUANTIZATION]
+    return cleaned
 
 
 def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
@@ -376,7 +457,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
 
     Raises:
         InputError: the folder has a quantization config (the message names its place and
-            quant_method), or ModelOpt's file.
+            quant_method), or ModelOpt's file, beside weights that are no plain floats.
     """
     quantization = checkpoint.config.get(QUANTIZATION)
     if quantization is not None:
@@ -390,18 +471,21 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             f"with {method}",
             _ORIGINAL.format(folder=checkpoint.folder),
         )
-    if _OF_MODELOPT in checkpoint.files:
+    if _OF_MODELOPT in checkpoint.files and not _is_plain(checkpoint.tensors):
         raise InputError(
             f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and "
             "config.json does not say so",
             "to run it, put the file's content into config.json, as `quantization_config` with "
-            "`quant_method` modelopt; if the weights are not quantized, remove the file",
+            "`quant_method` modelopt",
         )
 
 
-def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:
+def _read_single(folder: Path, listing: Listing) -> dict[str, tuple[str, TensorInfo]]:
+    files = listing.files
     if SINGLE in files:
         return {name: (SINGLE, info) for name, info in read_header(folder / SINGLE)[0].items()}
+    for name in (SINGLE, INDEX):
+        _refuse_special(folder, listing, name)
     shards = [name for name in files if _SHARD.fullmatch(name)]
     if shards:
         raise InputError(
@@ -409,44 +493,70 @@ def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, T
         )
     pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
+        refuse_small_pointer(folder / pickles[0])
         raise InputError(
             f"{folder / pickles[0]}: pickled weights and no safetensors",
             _CONVERT.format(folder=folder),
         )
+    others = [name for name in files if name.endswith(".safetensors")]
     raise InputError(
-        f"{folder}: no {SINGLE} and no {INDEX}", "give a folder that holds the model's weights"
+        f"{folder}: no {SINGLE} and no {INDEX}" + (f", only {', '.join(others)}" if others else ""),
+        "give a folder that holds the model's weights"
+        + (" in the form that transformers reads" if others else ""),
     )
 
 
-def _read_shards(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:
-    weight_map = _read_index(folder, files)
+def _has_index(folder: Path, listing: Listing) -> bool:
+    """Whether the weights are those of the index: alone, or with model.safetensors among them."""
+    if INDEX not in listing.files:
+        return False
+    return SINGLE not in listing.files or SINGLE in _read_map(folder).values()
+
+
+def _read_shards(
+    folder: Path, listing: Listing
+) -> tuple[dict[str, tuple[str, TensorInfo]], list[str]]:
+    """The tensors of the shards, and notes on those that the index and the shards disagree about.
+
+    The index says which of several copies counts. A loader reads all of a shard, so a tensor that
+    the index leaves out is taken too.
+    """
+    weight_map = _read_index(folder, listing)
     index = folder / INDEX
-    if SINGLE in files and SINGLE not in weight_map.values():
-        raise InputError(
-            f"{folder}: both {SINGLE} and {INDEX}, which does not name it", "remove one of them"
-        )
     tensors: dict[str, tuple[str, TensorInfo]] = {}
+    copies, unnamed = [], []
     for shard in sorted(set(weight_map.values())):
         for name, info in read_header(folder / shard)[0].items():
+            if weight_map.get(name, shard) != shard:
+                copies.append((name, shard))
+                continue
             if name in tensors:
                 raise InputError(
-                    f"{folder}: tensor {name!r} in two shards, {tensors[name][0]} and {shard}",
-                    "keep one",
+                    f"{folder}: tensor {name!r} in two shards, {tensors[name][0]} and {shard}, and "
+                    f"{INDEX} names none of them",
+                    "name one in the index, or remove the other",
                 )
             if name not in weight_map:
-                raise InputError(
-                    f"{index}: does not name {name!r} of {shard}", "restore the index or the shard"
-                )
+                unnamed.append((name, shard))
             tensors[name] = (shard, info)
     for name, shard in weight_map.items():
-        if name not in tensors or tensors[name][0] != shard:
+        if name not in tensors:
             cause = f"{index}: names {name!r} in {shard}, which does not hold it"
             raise InputError(cause, "restore the index or the shard")
-    return tensors
+    notes = []
+    if copies:
+        name, shard = copies[0]
+        more = f" and {len(copies) - 1} more" if copies[1:] else ""
+        notes.append(f"{name}{more} of {shard}: not read, {INDEX} names {weight_map[name]} for it")
+    if unnamed:
+        name, shard = unnamed[0]
+        more = f" and {len(unnamed) - 1} more" if unnamed[1:] else ""
+        notes.append(f"{name}{more} of {shard}: {INDEX} does not name it, it is read all the same")
+    return tensors, notes
 
 
-def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
-    """The index's weight_map, each value of which names a file of this folder itself."""
+def _read_map(folder: Path) -> dict[str, str]:
+    """The index's weight_map."""
     path = folder / INDEX
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -454,6 +564,12 @@ def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
         isinstance(shard, str) for shard in weight_map.values()
     ):
         raise InputError(f"{path}: weight_map is not a table of file names", "restore the index")
+    return weight_map
+
+
+def _read_index(folder: Path, listing: Listing) -> dict[str, str]:
+    """The index's weight_map, each value of which names a file of this folder itself."""
+    path, weight_map = folder / INDEX, _read_map(folder)
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or "\\" in shard or "\0" in shard or shard in {"", ".", ".."}:
             raise InputError(
@@ -464,7 +580,8 @@ def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
             raise InputError(
                 f"{path}: {shard[:80]!r} is not a safetensors file", "restore the index"
             )
-        if shard not in files:
+        _refuse_special(folder, listing, shard)
+        if shard not in listing.files:
             raise InputError(
                 f"{path}: names {shard[:80]!r}, which is missing", "download the missing shard"
             )

@@ -103,6 +103,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtypes": _by_dtype(checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
         "files": list(checkpoint.files),
+        **({"notes": list(checkpoint.notes)} if checkpoint.notes else {}),
     }
 
 

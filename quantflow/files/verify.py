@@ -92,7 +92,12 @@ def _check_file(folder: Path, name: str, recorded: dict[str, Any]) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, ledger: Ledger) -> None:
-    """Check that the ledger accounts for every tensor and no other weights lie there."""
+    """Check that the ledger accounts for every tensor and no other weights lie there.
+
+    An artifact has nothing left over: here an index names each tensor once, in its shard.
+    """
+    for note in checkpoint.notes:
+        raise InputError(f"{checkpoint.folder}: {note}", _AGAIN)
     for name in checkpoint.files:
         if name.endswith(".safetensors") and name not in checkpoint.shards:
             raise IntegrityError(

@@ -56,7 +56,7 @@ from quantflow.measuring.record import (
     write_measurement,
 )
 from quantflow.measuring.replicas import Replica
-from quantflow.measuring.text import hash_sequences, read_documents, select
+from quantflow.measuring.text import Text, hash_sequences, read_text, select
 from quantflow.measuring.text_sources import text_digest, with_calibration_text
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, text_config
@@ -297,7 +297,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             return
         if not finished:
             stage_folder.refuse_other_result(folder, inputs, force=job.force, parts=PARTS)
-        sequences = calibration_sequences(
+        text, sequences = calibration_sequences(
             job.calibration, job.model, source, seed=job.seed, replicas=replica.count
         )
         mine = list(range(replica.index, len(sequences), replica.count))
@@ -309,8 +309,9 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         dtype = RUNNING[job.compute.dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
-        if (note := _short(job.calibration, sequences)) is not None:
-            progress.say(f"measure: {note}")
+        for note in (*source.checkpoint.notes, text.note, _short(job.calibration, sequences)):
+            if note is not None:
+                progress.say(f"measure: {note}")
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
@@ -349,6 +350,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                 graph,
                 sequences,
                 mine,
+                left_out=text.left_out,
                 model=inputs["model"],
                 rank=rank,
                 replica=replica,
@@ -390,8 +392,8 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
 def calibration_sequences(
     calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
-) -> list[Tensor]:
-    """The token ids of the calibration set, in sample order, int64 [S] each."""
+) -> tuple[Text, list[Tensor]]:
+    """The calibration text, and the token ids of its set in sample order, int64 [S] each."""
     limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
     limit = limit if limit > 0 else 2048  # XLNet's -1 is no limit
     length = calibration.sequence_length or min(calibration.usual_length, limit)
@@ -402,7 +404,8 @@ def calibration_sequences(
         )
     tokenizer = load_tokenizer(model)
     source_path = Path(str(calibration.source))
-    documents = read_documents(source_path, tokenizer)
+    text = read_text(source_path, tokenizer)
+    documents = text.documents
     if source_path.name == CALIBRATION_NAME:  # what another measurement ran, in its order
         sequences = select(
             documents, samples=calibration.samples, sequence_length=length, seed=None
@@ -423,7 +426,7 @@ def calibration_sequences(
             f"measure: {len(sequences)} sequences for {replicas} ranks",
             "use fewer ranks or more samples",
         )
-    return sequences
+    return text, sequences
 
 
 def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
@@ -452,6 +455,7 @@ def _meta(
     sequences: Sequence[Tensor],
     mine: Sequence[int],
     *,
+    left_out: int,
     model: str,
     rank: int,
     replica: Replica,
@@ -482,6 +486,7 @@ def _meta(
             "samples": len(sequences),
             "tokens": sum(len(s) for s in sequences),
             "sequence_length": max(len(s) for s in sequences),
+            **({"left_out": left_out} if left_out else {}),
         },
         "observers": list(_stats(job)),
         **({"experts": job.options.experts or ROUTED} if graph.sparse else {}),

@@ -9,7 +9,8 @@ measurement.json          everything else, `meta`:
 
 {layout_version: 1, kind: "measurement", model: {name, fingerprint, family},
  mesh: {rank, world, tp, dp, ep}, dtype, seed,
- calibration: {hash, samples, tokens, sequence_length} of the whole set,
+ calibration: {hash, samples, tokens, sequence_length} of the whole set; left_out: lines of the text
+ that could not be read, where there are any,
  observers: [names],
  tensors: {source name: its placement, see quantflow/distributed/placement.py},
  counts: {samples, tokens} of this rank, tools,

@@ -1,14 +1,16 @@
 """Calibration and evaluation text: from a file to token sequences, in an order that a seed decides.
 
     .txt           UTF-8, documents separated by blank lines
-    .jsonl         one JSON object per line with `text`, `messages` (through the chat template) or
-                   `input_ids`; where it has none of them, the first of `prompt`, `code` and
-                   `content` is the text
+    .jsonl         one JSON object per line, whose columns rows.py reads: `text`, `messages` and
+                   others
     .safetensors   `tokens` and `lengths`, both 1-D, or `input_ids`, 2-D
     a folder       its .txt files, in the order of their names
 
 Token ids in a file are taken as they are; text gets BOS and EOS as the tokenizer puts them. Nothing
 is padded.
+
+A line that cannot be read is left out and counted, unless more than LEFT_OUT lines and one in a
+hundred are such, or half of all: then the first of them is refused by name.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,24 +30,38 @@ from transformers import PreTrainedTokenizerBase
 from quantflow.errors import InputError, UsageError
 from quantflow.files.canonical import parse_json
 from quantflow.files.folder import reading
-from quantflow.models.chat_template import chat_tokens
+from quantflow.measuring.rows import checked, document_of, needed
 from quantflow.models.reading import read_file
 from quantflow.models.token_ids import tokens_of
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
 SUFFIXES = (".txt", ".jsonl", ".safetensors")
-_KINDS = ("text", "messages", "input_ids")
-_ALSO_TEXT = ("prompt", "code", "content")
-_KINDS_REMEDY = f"give each line exactly one of {', '.join(_KINDS)}"
+LEFT_OUT = 10  # lines that may be left out whatever the size of the file
 
 
-def column_of(row: Mapping[str, Any]) -> str | None:
-    """The key of a row's text or messages; None where it has none."""
-    return next((key for key in (*_KINDS, *_ALSO_TEXT) if key in row), None)
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text as token ids.
+
+    Attributes:
+        documents: token ids of each document; BOS and EOS as the tokenizer puts them, nothing
+            truncated.
+        left_out: lines that could not be read.
+        note: a sentence on these lines, which names the first; None where there is none.
+    """
+
+    documents: list[list[int]]
+    left_out: int = 0
+    note: str | None = None
 
 
 def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Read documents as token ids; BOS and EOS as the tokenizer puts them, nothing truncated.
+    """The documents of a text, where nobody is told of lines that are left out; see `read_text`."""
+    return read_text(path, tokenizer).documents
+
+
+def read_text(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    """Read a text.
 
     Args:
         path: a .txt, .jsonl or .safetensors file, or a folder of .txt files.
@@ -53,7 +70,7 @@ def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) 
 
     Raises:
         InputError: an unreadable, empty or malformed file, or a token id outside the tokenizer's
-            vocabulary.
+            vocabulary; too many lines that cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -62,17 +79,18 @@ def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) 
             raise InputError(
                 f"{path}: a folder without .txt files", "give a folder of .txt files, or a file"
             )
-        documents = [document for file in files for document in _read_text(file, tokenizer)]
+        documents = [part for file in files for part in _read_text(file, tokenizer).documents]
+        text = Text(documents=documents)
     else:
         readers = dict(zip(SUFFIXES, (_read_text, _read_lines, _read_tokens), strict=True))
         if path.suffix not in readers:
             raise InputError(
                 f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(readers)}"
             )
-        documents = readers[path.suffix](path, tokenizer)
-    if not any(documents):
+        text = readers[path.suffix](path, tokenizer)
+    if not any(text.documents):
         raise InputError(f"{path}: holds no document", "give a file with text in it")
-    return documents
+    return text
 
 
 def select(
@@ -173,81 +191,51 @@ def inspect_calibration(
     }
 
 
-def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    tokenizer = _needed(tokenizer, path)
+def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    tokenizer = needed(tokenizer, path)
     parts = re.split(r"\n[ \t]*\n\s*", _decoded(path).replace("\r\n", "\n"))
-    return [
-        tokens_of(tokenizer, part.strip("\n"), where=str(path)) for part in parts if part.strip()
-    ]
-
-
-def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    documents = []
-    # Only "\n" ends a line: JSON strings may hold the other separators that str.splitlines knows.
-    for number, line in enumerate(_decoded(path).split("\n"), start=1):
-        if line.strip():
-            where = f"{path}: line {number}"
-            documents.append(_from_line(parse_json(line.encode(), where), where, tokenizer))
-    return documents
-
-
-def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """One document; keys other than the three are the file's own notes and are not read."""
-    if not isinstance(line, dict):
-        raise InputError(f"{where}: {type(line).__name__}, a JSON object is needed", _KINDS_REMEDY)
-    kinds = [kind for kind in _KINDS if kind in line] or [
-        kind for kind in _ALSO_TEXT if kind in line
-    ][:1]
-    if len(kinds) != 1:
-        raise InputError(
-            f"{where}: keys {sorted(line)} hold {len(kinds)} of {', '.join(_KINDS)}", _KINDS_REMEDY
-        )
-    value = line[kinds[0]]
-    if kinds[0] == "input_ids":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise InputError(f"{where}: input_ids is not a list of integers", "give token ids")
-        return _checked(value, where, tokenizer)
-    if kinds[0] == "messages":
-        return _from_messages(value, where, _needed(tokenizer, where))
-    if not isinstance(value, str):
-        raise InputError(
-            f"{where}: {kinds[0]} is {type(value).__name__}, a string is needed", "quote the text"
-        )
-    return tokens_of(_needed(tokenizer, where), value, where=str(where))
-
-
-def _from_messages(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    well_formed = isinstance(messages, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
+    where = str(path)
+    return Text(
+        documents=[
+            tokens_of(tokenizer, part.strip("\n"), where=where) for part in parts if part.strip()
+        ]
     )
-    if not well_formed or not messages:
-        raise InputError(
-            f"{where}: messages is not a list of {{role, content}}",
-            "give role and content as strings",
-        )
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"{where}: messages, but the tokenizer has no chat template",
-            "give `text`, or a chat model",
-        )
-    return chat_tokens(tokenizer, messages, where=where, answer=False)
 
 
-def _read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    # Only "\n" ends a line: JSON strings may hold the other separators that str.splitlines knows.
+    numbered = enumerate(_decoded(path).split("\n"), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    limit = max(LEFT_OUT, len(lines) // 100)
+    documents: list[list[int]] = []
+    bad: list[InputError] = []
+    for count, (number, line) in enumerate(lines, start=1):
+        where = f"{path}: line {number}"
+        try:
+            documents.append(document_of(parse_json(line.encode(), where), where, tokenizer))
+        except InputError as error:
+            bad.append(error)
+        if len(bad) > limit or (count == len(lines) and 2 * len(bad) >= count):
+            first = bad[0]
+            more = f" ({len(bad)} of {count:,} lines cannot be read)" if bad[1:] else ""
+            raise InputError(f"{first.cause}{more}", first.remedy) from first
+    if not bad:
+        return Text(documents=documents)
+    note = f"{len(bad):,} of {len(lines):,} lines cannot be read and are left out, the first is "
+    return Text(documents=documents, left_out=len(bad), note=note + bad[0].cause)
+
+
+def _read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> Text:
     tensors = read_file(path)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
             raise InputError(
                 f"{path}: {name} is {tensor.dtype}, token ids are integers", "store int64"
             )
-    documents = _rows(path, tensors)
-    return [
-        _checked(document, f"{path}: document {number}", tokenizer)
-        for number, document in enumerate(documents)
-    ]
+    rows = enumerate(_rows(path, tensors))
+    return Text(
+        documents=[checked(row, f"{path}: document {number}", tokenizer) for number, row in rows]
+    )
 
 
 def _rows(path: Path, tensors: Mapping[str, Tensor]) -> list[list[int]]:
@@ -286,34 +274,6 @@ def _decoded(path: Path) -> str:
         raise InputError(
             f"{path}: not UTF-8 at byte {error.start}", "convert the file to UTF-8"
         ) from error
-
-
-def _needed(
-    tokenizer: PreTrainedTokenizerBase | None, where: str | Path
-) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        raise InputError(
-            f"{where}: text, and the model has no tokenizer", "add the tokenizer, or give token ids"
-        )
-    return tokenizer
-
-
-def _checked(tokens: list[int], where: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    bad = next(
-        (
-            token
-            for token in tokens
-            if token < 0 or (tokenizer is not None and token >= len(tokenizer))
-        ),
-        None,
-    )
-    if bad is not None:
-        allowed = "at least 0" if tokenizer is None else f"0..{len(tokenizer) - 1}"
-        raise InputError(
-            f"{where}: token id {bad}, the tokenizer has {allowed}",
-            "tokenize with this model's tokenizer",
-        )
-    return tokens
 
 
 def _packed(documents: list[list[int]], sequence_length: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantflow.measuring.text import inspect_calibration, read_documents
+from quantflow.measuring.text import inspect_calibration, read_text
 from quantflow.measuring.text_sources import text_path
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT
@@ -23,5 +23,9 @@ def inspect_text(file: str, *, tokenizer: Path, sequence_length: int) -> Mapping
         InputError: text or tokenizer cannot be read.
     """
     words = load_tokenizer(model_folder(tokenizer, progress=SILENT))
-    documents = read_documents(text_path(file, SILENT), words)
-    return inspect_calibration(documents, words, sequence_length=sequence_length)
+    text = read_text(text_path(file, SILENT), words)
+    left_out = {} if text.note is None else {"left_out": text.left_out, "note": text.note}
+    return {
+        **inspect_calibration(text.documents, words, sequence_length=sequence_length),
+        **left_out,
+    }

@@ -9,7 +9,7 @@
 
 The first ROWS rows of a data set are taken, of the first split among train, validation and test
 where none is named, and kept as a .jsonl file: a run that goes on, and the next one, read the same
-text. The column named text, messages, prompt, code or content is a row's text.
+text. The columns that rows.py reads are kept.
 """
 
 import json
@@ -26,7 +26,8 @@ from huggingface_hub import constants
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files import disk
 from quantflow.files.canonical import digest_of, file_digest
-from quantflow.measuring.text import SUFFIXES, column_of
+from quantflow.measuring.rows import COLUMNS, KINDS_REMEDY, kind_of
+from quantflow.measuring.text import SUFFIXES
 from quantflow.planning.recipe import Calibration
 from quantflow.progress import Progress
 from quantflow.shipped import CALIBRATION, shipped_texts
@@ -110,7 +111,8 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
         raise UnsupportedError(cause, "check the path, or pip install datasets")
     progress.say(f"text: the first {ROWS} rows of {source} become {path}")
     lines = [
-        json.dumps(_line(row, source), ensure_ascii=False)
+        # what is no JSON, such as an image, becomes a line that cannot be read
+        json.dumps(_line(row, source), ensure_ascii=False, default=lambda _: None)
         for row in islice(_rows(source, parts), ROWS)
     ]
     if not lines:
@@ -143,11 +145,9 @@ def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str,
 
 
 def _line(row: Mapping[str, Any], source: str) -> dict[str, Any]:
-    column = column_of(row)
-    if column is None:
-        columns = "text, messages, input_ids, prompt, code or content"
-        raise InputError(
-            f"{source}: columns {', '.join(map(str, row))}",
-            f"use a data set with a column {columns}",
-        )
-    return {column if column in ("messages", "input_ids") else "text": row[column]}
+    kind = kind_of(row)
+    if kind is None:
+        raise InputError(f"{source}: columns {', '.join(map(str, row))}", KINDS_REMEDY)
+    kept = {column: row[column] for column in COLUMNS if column in row}
+    alone = next(iter(kept.values())) if len(kept) == 1 else None
+    return {"text": alone} if isinstance(alone, str) else kept

@@ -48,6 +48,7 @@ def chat_tokens(
     where: str,
     answer: bool,
     template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The tokens of a conversation, as `apply_chat_template` makes them.
 
@@ -57,16 +58,29 @@ def chat_tokens(
         where: name of the conversation, for messages.
         answer: whether the text ends where the answer begins.
         template: template in place of the tokenizer's own.
+        tools: JSON schemas of functions.
 
     Raises:
         InputError: the template refuses the conversation, is none, or exceeds its time, memory or
             characters.
     """
     try:
-        text = render(tokenizer, messages, answer=answer, template=template)
+        text = render(tokenizer, messages, answer=answer, template=template, tools=tools)
     except NotRendered as error:
         raise InputError(f"{where}: refused by the chat template ({error})", _REMEDY) from error
     return tokens_of(tokenizer, text, where=where, special=False)
+
+
+def with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An earlier call whose JSON arguments are an object, as templates expect it."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(written := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(written)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def render(

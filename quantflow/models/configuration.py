@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quantflow.errors import InputError, UnsupportedError, first_line
-from quantflow.files.checkpoint import Checkpoint
+from quantflow.files.checkpoint import QUANTIZATION, Checkpoint
 from quantflow.models.graph import UNTRACED, family_for, text_config
 from quantflow.models.source import require_numbers
 
@@ -42,6 +42,9 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             "repair config.json or download it again",
         ) from error
     _require_numbers(config, checkpoint.folder / "config.json")
+    if QUANTIZATION not in checkpoint.config:  # left over beside weights that are not quantized
+        for part in (config, text_config(config)):
+            vars(part).pop(QUANTIZATION, None)
     return config
 
 

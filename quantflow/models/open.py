@@ -18,7 +18,8 @@ from quantflow.models.matching import matching
 from quantflow.models.model_tensors import ModelTensors, listed, require_shapes
 from quantflow.models.reading import check_stored
 from quantflow.models.source import PlainConfig, refuse_stacked_experts
-from quantflow.models.unused import OTHER, reason_of
+from quantflow.models.tokenizer_vocabulary import beyond_embedding
+from quantflow.models.unused import OTHER, reason_of, unused_words
 
 
 class NamedLinears:
@@ -175,6 +176,16 @@ def _accounted(checkpoint: Checkpoint, tensors: ModelTensors) -> Checkpoint:
     require_shapes(checkpoint.infos, bound.parameters)
     reasons = {name: reason_of(name, checkpoint.config) for name in bound.unused}
     return checkpoint.without(reasons) if reasons else checkpoint
+
+
+def notes_of(checkpoint: Checkpoint, graph: Graph) -> list[str]:
+    """Sentences about a compared checkpoint that its user should read, most often none.
+
+    They are of what was left over in the folder, tensors that no module has, and a tokenizer with
+    more tokens than the embedding has rows.
+    """
+    more = (unused_words(checkpoint), beyond_embedding(checkpoint, graph))
+    return [*checkpoint.notes, *(note for note in more if note is not None)]
 
 
 def refuse_not_finite(checkpoint: Checkpoint, graph: Graph) -> None:

@@ -27,9 +27,7 @@ from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.files.side_files import is_side_file
 from quantflow.models.graph import Graph, text_config
-from quantflow.models.open import graph_for, open_files
-from quantflow.models.tokenizer_vocabulary import beyond_embedding
-from quantflow.models.unused import unused_words
+from quantflow.models.open import graph_for, notes_of, open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import (
@@ -114,11 +112,7 @@ def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
             "layers": len(graph.layers),
             "weights": sum(map(elements_of, model.infos.values())),
             "bytes": model.stored,
-            "notes": [
-                note
-                for note in (unused_words(checkpoint), beyond_embedding(checkpoint, graph))
-                if note is not None
-            ],
+            "notes": notes_of(checkpoint, graph),
         },
         "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
         "calibration": {

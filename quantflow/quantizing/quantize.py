@@ -57,9 +57,7 @@ from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
-from quantflow.models.open import ModelFiles, refuse_not_finite
-from quantflow.models.tokenizer_vocabulary import beyond_embedding
-from quantflow.models.unused import unused_words
+from quantflow.models.open import ModelFiles, notes_of, refuse_not_finite
 from quantflow.planning import head
 from quantflow.planning.device_memory import allow_on_device, quantize_on_device
 from quantflow.planning.experts import refuse_team
@@ -177,15 +175,9 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
     shapes = model.shapes
     nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
-    unused = unused_words(model.source.checkpoint)
-    beyond = beyond_embedding(model.source.checkpoint, model.graph)
-    notes = (
-        narrowed(plan, job.entry),
-        kept_for_few_inputs(plan, job.entry, shapes),
-        left,
-        None if unused is None else f"{plan.name}: {unused}",
-        None if beyond is None else f"{plan.name}: {beyond}",
-    )
+    notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
+    for note in notes_of(model.source.checkpoint, model.graph):
+        progress.say(f"quantize {plan.name}: {note}")
     for note in filter(None, notes):
         progress.say(f"quantize {note}")
     if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file:

@@ -28,9 +28,8 @@ from quantflow.files.checkpoint import (
     CONFIG,
     Checkpoint,
     is_of_text,
-    low_precision_file,
+    is_quantized,
     open_checkpoint,
-    quantization_in,
     refuse_quantized,
 )
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
@@ -603,9 +602,7 @@ def is_model(folder: str | Path) -> bool:
     content = read_json(config)
     if not isinstance(content, dict):
         return False
-    return (
-        not quantization_in(Path(folder), content)[1] and low_precision_file(Path(folder)) is None
-    )
+    return not is_quantized(Path(folder), content)
 
 
 @dataclass(frozen=True, kw_only=True)

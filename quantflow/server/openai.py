@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from quantflow.models.chat_template import with_arguments
 from quantflow.server import tools as tooling
 from quantflow.server.bodies import (
     Body,
@@ -249,18 +250,9 @@ def _plain(message: Message) -> dict[str, Any]:
     }
     if message.tool_calls:
         message_fields["tool_calls"] = [
-            _earlier(one.model_dump(exclude_none=True)) for one in message.tool_calls
+            with_arguments(one.model_dump(exclude_none=True)) for one in message.tool_calls
         ]
     return message_fields
-
-
-def _earlier(call: dict[str, Any]) -> dict[str, Any]:
-    """An earlier call whose JSON arguments are an object, as templates expect it."""
-    written = call["function"]["arguments"]
-    if isinstance(written, str):
-        with suppress(ValueError, RecursionError):
-            call["function"]["arguments"] = json.loads(written)
-    return call
 
 
 def _asked(

@@ -20,7 +20,7 @@ from quantflow.core.kv import kv_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.exporting.canary import rounder
 from quantflow.formats.compressed_tensors import kv_tensor_names
-from quantflow.measuring.text import read_documents
+from quantflow.measuring.text import read_text
 from quantflow.measuring.text_sources import text_path
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import text_config
@@ -252,13 +252,15 @@ def _divergence(
     job: FolderDiffJob, left: Artifact, right: Artifact, text: Path, progress: Progress
 ) -> Mapping[str, Any]:
     """The second's divergence from the first: KL in nats, and the share of equal tokens."""
-    documents = read_documents(text, load_tokenizer(job.left))
+    read = read_text(text, load_tokenizer(job.left))
+    if read.note is not None:
+        progress.say(f"diff: {read.note}")
     config = text_config(left.config)
     length = min(
         job.sequence_length, getattr(config, "max_position_embeddings", job.sequence_length)
     )
     sequences: Sequence[Tensor] = evaluation_sequences(
-        documents, tokens=job.tokens, sequence_length=length
+        read.documents, tokens=job.tokens, sequence_length=length
     )
     refuse_beyond(sequences, config.vocab_size, where=str(text))
     with (

@@ -44,7 +44,7 @@ from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.files.digests import Digests
 from quantflow.files.manifest import rounds_inputs
 from quantflow.files.outputs import beside, output_folder
-from quantflow.measuring.text import hash_sequences, read_documents
+from quantflow.measuring.text import hash_sequences, read_text
 from quantflow.measuring.text_sources import text_digest, text_path
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
@@ -316,7 +316,7 @@ def _validate(
     )
     tasks = check_tasks(job.artifact, job.baseline, job.options)
     recovery.refuse_unasked(loaded_gate.for_noise(1.0), tasks)
-    sequences = _sequences(job, manifest)
+    sequences = _sequences(job, manifest, progress)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences, device=device)
     key = digest_of([protocol, inputs["baseline"], tools()])
@@ -429,14 +429,17 @@ def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
+def _sequences(job: ValidateJob, manifest: Mapping[str, Any], progress: Progress) -> list[Tensor]:
     """The evaluation windows.
 
     Raises:
         InputError: the text that they are cut from holds the first tokens of a calibration
             sequence, wherever.
     """
-    documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
+    text = read_text(Path(str(job.options.text)), load_tokenizer(job.baseline))
+    documents = text.documents
+    if text.note is not None:
+        progress.say(f"validate {job.artifact.name}: {text.note}")
     tokens, length = job.options.tokens, job.options.sequence_length
     sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
     if manifest["measurement"] is None:

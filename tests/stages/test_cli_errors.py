@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.exporting import export as export_stage
@@ -110,6 +111,9 @@ def changed_config(model, **values):
 
 def quantized(model):
     changed_config(model, quantization_config={"quant_method": "awq", "bits": 4})
+    path = model / "model.safetensors"
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(8, 1, dtype=torch.int32)}
+    save_file(load_file(path) | packed, path, {"format": "pt"})
 
 
 def unsupported(model):

@@ -121,6 +121,9 @@ def test_a_layout_that_is_not_read_is_named(llama, tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     words = {"quant_method": "aqlm", "meta": {"quantizer": ["program:1.2"]}}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{DOWN}.codes"] = torch.ones(8, 4, 1, dtype=torch.int16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     found = told(capsys, "inspect", folder, "--json")
     assert (
         found["program"] == "program:1.2"

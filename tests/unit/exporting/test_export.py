@@ -209,6 +209,30 @@ def test_a_source_with_nan_outside_the_layers_is_refused_by_name(
     assert not (tmp_path / "q" / "DONE.json").exists()
 
 
+def test_what_nobody_reads_changes_nothing_in_an_artifact_and_is_said(
+    quantized, export, llama, tmp_path, capsys
+):
+    model = Path(shutil.copytree(llama, tmp_path / llama.name))
+    config = json.loads((model / "config.json").read_text())
+    left = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": left}))
+    (model / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (model / "onnx").mkdir()
+    (model / "onnx" / "model.onnx").symlink_to("gone")
+    assert run("quantize", model, "-o", tmp_path / "b", "--scheme", "W8A16") == 0
+    told = capsys.readouterr().err
+    assert "config.json: quantization_config says that the model is quantized" in told
+    clean = export(quantized["tensors"])
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (clean / name).read_bytes()
+    files = {each["name"]: each for each in read_manifest(tmp_path / "b")["ledger"]["files"]}
+    assert files["pytorch_model.bin"]["action"] == "dropped"
+    assert files["config.json"]["reason"].endswith("the source's was left over")
+    for words in (("verify", tmp_path / "b"), ("inspect", model), ("plan", model, "--for", "FP8")):
+        assert run(*words) == 0
+    assert capsys.readouterr().out.count("left over, it is neither read nor copied") == 2
+
+
 @pytest.mark.parametrize("size", ["4GiB", "60KiB"])
 def test_a_damaged_layer_is_named_and_nothing_is_published(quantized, tmp_path, capsys, size):
     copy = Path(shutil.copytree(quantized["tensors"], tmp_path / "q"))

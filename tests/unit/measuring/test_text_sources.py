@@ -27,6 +27,8 @@ def datasets(monkeypatch, tmp_path):
         },
         "org/chat": {"train": [{"messages": [{"role": "user", "content": "hi"}]}]},
         "org/code": {"train": [{"content": "def f(): ...", "path": "f.py"}]},
+        "org/both": {"train": [{"id": 1, "text": "a", "messages": [], "tools": None}]},
+        "org/alpaca": {"train": [{"instruction": "a", "input": object(), "output": "b"}]},
         "org/odd": {"train": [{"question": "why?"}]},
         "org/splits": {"left": [], "right": []},
     }
@@ -105,6 +107,16 @@ def test_the_shipped_text_is_packed_and_short():
             ("org/chat", None, None, True),
         ),
         ("org/code", [{"text": "def f(): ..."}], ("org/code", None, None, True)),
+        (
+            "org/both",
+            [{"messages": [], "text": "a", "tools": None}],
+            ("org/both", None, None, True),
+        ),
+        (
+            "org/alpaca",
+            [{"instruction": "a", "output": "b", "input": None}],
+            ("org/alpaca", None, None, True),
+        ),
     ],
 )
 def test_a_data_set_becomes_a_file_once(datasets, source, lines, asked):
@@ -121,7 +133,7 @@ def test_a_data_set_is_cut_at_so_many_rows(datasets, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("org/odd", "org/odd: columns question; use a data set with a column text, messages"),
+        ("org/odd", "org/odd: columns question; give each row text, messages"),
         ("org/splits", "org/splits: has splits left, right; name one: org/name@split"),
         ("org/splits@left", "has no row"),
         ("org/none", "org/none: Dataset org/none doesn't exist on the Hub"),

@@ -202,6 +202,9 @@ def test_an_unsupported_family_is_refused_when_it_is_opened(tmp_path):
 
 def test_an_already_quantized_source_is_refused(folder):
     change_config(folder, quantization_config={"quant_method": "gptq"})
+    path = folder / "model.safetensors"
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(1, 8, dtype=torch.int32)}
+    save_file(load_file(path) | packed, path, {"format": "pt"})
     with pytest.raises(InputError, match="gptq"):
         open_source(folder)
 

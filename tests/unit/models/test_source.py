@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import InputError, UnsupportedError
@@ -63,6 +63,9 @@ def test_another_family_and_quantized_weights_are_refused(folder):
     with pytest.raises(UnsupportedError, match="model_type 'mamba'"):
         open_files(folder)
     change_config(folder, model_type="llama", quantization_config={"quant_method": "gptq"})
+    path = folder / "model.safetensors"
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(1, 8, dtype=torch.int32)}
+    save_file(load_file(path) | packed, path, {"format": "pt"})
     with pytest.raises(InputError, match="gptq"):
         open_files(folder)
 

@@ -120,6 +120,8 @@ def test_what_an_artifact_alone_has_is_refused(tmp_path):
     with pytest.raises(UsageError, match="backend int4_pack for a model that is not quantized"):
         load(tmp_path, decoder="auto", backend="int4_pack")
     config = json.loads((tmp_path / "config.json").read_text())
+    weights = load_file(tmp_path / "model.safetensors")
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(8, 96, dtype=torch.int32)}
     refusals = {
         "gptq": (InputError, "bits is None"),
         "bitsandbytes": (UnsupportedError, "'bitsandbytes' is not read here"),
@@ -128,5 +130,8 @@ def test_what_an_artifact_alone_has_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(
             json.dumps(config | {"quantization_config": {"quant_method": method}})
         )
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        load(tmp_path, decoder="auto")  # beside plain floats it is left over
+        save_file(weights | packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(kind, match=message):
             load(tmp_path, decoder="auto")
