@@ -14,7 +14,7 @@ from quantflow.files.canonical import readable_json
 from quantflow.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
 from quantflow.files.safetensors_writer import Spec, Writer
 from quantflow.files.side_files import is_side_file
-from quantflow.models.reading import bytes_of
+from quantflow.models.reading import bytes_of, read_tensor
 from quantflow.progress import Progress
 
 
@@ -78,6 +78,30 @@ def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:
             f"{name}: the files' headers are not what was written",
             "export again, and check the disk",
         )
+
+
+def require_written(
+    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Read headers and tensors again; one tensor is in memory at a time.
+
+    Args:
+        folder: folder that `write_model` wrote.
+        specs: tensor name -> dtype and shape.
+        tensors: pairs of name and tensor, as they were written; some of the folder's, or all.
+
+    Raises:
+        IntegrityError: a header is not `specs`, or a tensor has other bytes.
+    """
+    require_headers(folder, specs)
+    located = open_checkpoint(folder).tensors
+    for name, expected in tensors:
+        file, info = located[name]
+        if bytes_of(read_tensor(folder / file, info)) != bytes_of(expected):
+            raise IntegrityError(
+                f"{name}: {file} holds other values than were written",
+                "export again, and check the disk",
+            )
 
 
 def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
