@@ -121,7 +121,7 @@ def scale_from_amax(
         arithmetic: a key of ARITHMETICS.
 
     Raises:
-        StatisticsError: amax is NaN, infinite or negative.
+        StatisticsError: amax is NaN, infinite or negative, or the arithmetic holds no scale for it.
         SchemeError: the rule searches, or is dynamic; another arithmetic.
         UnsupportedError: hardware scales on a device without them.
     """
@@ -143,6 +143,13 @@ def scale_from_amax(
     raw = _raw(amax, rule, target=target, arithmetic=arithmetic)
     if rule.granularity == "PCS":
         raw = raw.clamp_min(_SMALLEST_NORMAL)
+    lost = ~torch.isfinite(raw) | ((raw == 0) & (amax > 0))
+    if lost.any():
+        raise StatisticsError(
+            f"the scale of a maximum of {amax[lost][0].item():.6g} is {raw[lost][0].item():g} in "
+            f"{arithmetic}",
+            "take the arithmetic BF16 (hp_dtype of the QUANT_CONFIG)",
+        )
     rounded = _round(raw, rule.rounding, target=target)
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
 

@@ -1,5 +1,6 @@
 """The quantized weight and the linear that has one: values that all stages pass on."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,10 +100,16 @@ class QTensor:
         """
         bad = ~affine.is_scale(self.scale, self.scheme)
         if bad.any():
+            value = self.scale[bad][0].item()
+            remedy = "quantize the weight again"
+            if math.isinf(value):  # `affine.stored` says so of a weight beyond the scales' dtype
+                remedy = (
+                    "quantize with a scheme whose scales have the model's dtype, such as W4A16, or "
+                    "leave the linear out with --ignore"
+                )
             raise SchemeError(
-                f"{name}: scale {self.scale[bad][0].item()}, it is finite and "
-                f"{affine.sign_of_scales(self.scheme)}",
-                "quantize the weight again",
+                f"{name}: scale {value}, it is finite and {affine.sign_of_scales(self.scheme)}",
+                remedy,
             )
         block_rows = self.scheme.block_rows
         if block_rows > 1 and not torch.equal(

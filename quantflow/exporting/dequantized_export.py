@@ -3,42 +3,48 @@
 Reads    what `quantflow export` wrote
 Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a folder that is no artifact, an unknown dtype, 3 unusable input, 5 the folder is held or
-         the disk is full, 6 inputs that are mixed on their way, 7 a file differs from its hash, or
-         from what was written
+Fails    2 a folder that is no artifact, an unknown dtype, one that does not hold a tensor,
+         3 unusable input, 5 the folder is held or the disk is full, 6 inputs that are mixed on
+         their way, 7 a file differs from its hash, or from what was written
 
-A weight that its source keeps transposed, or with those of other experts in one tensor, is put
-there again. Weights alone are written: inputs and caches are no longer rounded. One tensor of the
-result is in memory at a time.
+Every tensor of floating numbers gets the dtype, and config.json names it. Those that the model's
+own code keeps in float32 beside narrower ones stay so. A weight that its source keeps transposed,
+or with those of other experts in one tensor, is put there again. Weights alone are written: inputs
+and caches are no longer rounded. One tensor of the result is in memory at a time. Before the folder
+appears every tensor is read again and compared.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantflow.core.cast import cast
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import UnsupportedError, UsageError, nearest
 from quantflow.exporting.job import ExportJob
-from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.exporting.plain_files import require_written, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
 from quantflow.files.outputs import output_folder
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.files.safetensors_writer import Spec
-from quantflow.models.open import graph_for
+from quantflow.models.open import graph_for, words_in_float32
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 from quantflow.sources.models import model_folder
 
-VERSION = 1
+VERSION = 2
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _DEFAULT = "bf16"
 _EXACT = "f32"  # holds every product of a scale and a code
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def run(job: ExportJob, progress: Progress) -> Path:
@@ -67,8 +73,8 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
     Args:
         job: job with the quantized model and the folder.
         progress: receiver of progress.
-        dtype: dtype of the weights that were quantized, a key of `CHOICES`; None is one that holds
-            them exactly. The other weights keep theirs.
+        dtype: dtype of the result, a key of `CHOICES`; None is one that holds the weights that were
+            quantized exactly, and the other weights keep theirs.
     """
     require_quantized(job.source, job.output, product="format dequantized")
     with stage_folder.locked(job.output):
@@ -83,7 +89,26 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
         _refuse_rotations(artifact)
         limit = parse_size(job.options.shard_size)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            _write(folder, artifact, CHOICES[chosen], limit=limit, progress=progress)
+            config = {
+                key: value
+                for key, value in artifact.checkpoint.config.items()
+                if key != "quantization_config"
+            }
+            split = _split(artifact)
+            specs = _specs(artifact, split, CHOICES[chosen], others=dtype is not None)
+            said = config if dtype is None else _with_dtype(config, CHOICES[chosen])
+            written = write_model(
+                folder,
+                specs,
+                _tensors(artifact, split, specs),
+                limit=limit,
+                stage="export dequantized",
+                progress=progress,
+                unused_of=artifact.checkpoint,
+            )
+            write_beside(folder, artifact.checkpoint, said)
+            progress.say(f"export {job.output.name}: comparing what was written")
+            require_written(folder, written, _tensors(artifact, split, specs))
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())
     if rounded:
         progress.say(
@@ -116,29 +141,37 @@ def _refuse_rotations(artifact: Artifact) -> None:
             raise UnsupportedError(cause, "quantize with hadamard: {down: false}")
 
 
-def _write(
-    folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, progress: Progress
-) -> None:
-    """Write every file of the result, and read its headers again."""
-    split = _split(artifact)
-    specs = _specs(artifact, split, dtype)
-    tensors = ((name, _tensor(artifact, split, name, *spec)) for name, spec in specs.items())
-    config = {
-        key: value
-        for key, value in artifact.checkpoint.config.items()
-        if key != "quantization_config"
-    }
-    written = write_model(
-        folder,
-        specs,
-        tensors,
-        limit=limit,
-        stage="export dequantized",
-        progress=progress,
-        unused_of=artifact.checkpoint,
-    )
-    write_beside(folder, artifact.checkpoint, config)
-    require_headers(folder, written)
+def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json with a dtype, also where it names one for a part of the model."""
+    word = str(dtype).removeprefix("torch.")
+    keys = ("dtype", "torch_dtype")
+
+    def changed(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: word
+            if key in keys and isinstance(value, str)
+            else changed(value)
+            if isinstance(value, dict)
+            else value
+            for key, value in table.items()
+        }
+
+    said = changed(config)
+    if not any(isinstance(said.get(key), str) for key in keys):
+        said["dtype"] = word
+    return said
+
+
+def _tensors(
+    artifact: Artifact, split: Mapping[str, SplitTensor], specs: Mapping[str, Spec]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the result.
+
+    Raises:
+        UsageError: a tensor that its dtype does not hold.
+    """
+    for name, spec in specs.items():
+        yield name, _tensor(artifact, split, name, *spec)
 
 
 def _split(artifact: Artifact) -> dict[str, SplitTensor]:
@@ -160,11 +193,31 @@ def _split(artifact: Artifact) -> dict[str, SplitTensor]:
     }
 
 
+def _kept_wide(artifact: Artifact, dtype: torch.dtype) -> frozenset[str]:
+    """The tensors in float32 that transformers runs in float32 though the model has the dtype."""
+    wide = [name for name, info in artifact.checkpoint.infos.items() if info.dtype == "F32"]
+    if dtype == torch.float32 or not wide:
+        return frozenset()
+    patterns = [
+        re.compile(word)
+        for word in words_in_float32(artifact.config, float16=dtype == torch.float16)
+    ]
+    return frozenset(name for name in wide if any(one.search(name) for one in patterns))
+
+
 def _specs(
-    artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype
+    artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype, *, others: bool
 ) -> dict[str, Spec]:
-    """Dtype, as safetensors names it, and shape of every tensor of the result."""
+    """Dtype, as safetensors names it, and shape of every tensor of the result.
+
+    Args:
+        artifact: the source.
+        split: tensors that the artifact has in parts.
+        dtype: dtype of the weights that were quantized.
+        others: whether the other floating tensors get it too.
+    """
     inside = {part.name: name for name, whole in split.items() for part in whole.parts}
+    kept = _kept_wide(artifact, dtype) if others else frozenset()
     specs: dict[str, Spec] = {}
     for name in artifact.names:
         linear = name.removesuffix(".weight")
@@ -175,6 +228,8 @@ def _specs(
             if info is None
             else (info.dtype, info.shape)
         )
+        if others and kind in _FLOATS and name not in kept:
+            kind = NAMES[dtype]
         whole = inside.get(name)
         if whole is None:
             specs[name] = (kind, shape)
@@ -192,11 +247,16 @@ def _tensor(
 ) -> Tensor:
     """A tensor of the result."""
     if name not in split:
-        return _read(artifact, name).to(DTYPES[dtype])
+        return _in_dtype(name, _read(artifact, name), DTYPES[dtype])
     whole = torch.empty(shape, dtype=DTYPES[dtype])
     for part in split[name].parts:
-        whole.as_strided(part.shape, part.strides, part.start).copy_(_read(artifact, part.name))
+        values = _in_dtype(part.name, _read(artifact, part.name), whole.dtype)
+        whole.as_strided(part.shape, part.strides, part.start).copy_(values)
     return whole
+
+
+def _in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else cast(name, values, dtype)
 
 
 def _read(artifact: Artifact, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 Reads    a model folder with its tokenizer, or what `quantflow export` wrote
 Writes   <o>: model-<dtype or type>.gguf and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk
+Fails    2 a dtype that does not hold a tensor, 3 unusable input, 5 the folder is held or the disk
          is full, 6 a family, tokenizer or rotary embedding that is not written, 7 the file is not
          what was written
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quantflow.algorithms import rtn_mse
 from quantflow.core.block_types import BLOCK_TYPES, SMALLER
+from quantflow.core.cast import Cast
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import MIXTURES, preset
@@ -115,10 +116,12 @@ def run(job: ExportJob, progress: Progress) -> Path:
             folder=job.output,
         )
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            path = folder / f"model-{kind.lower()}.gguf"
-            gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info))
+            path, lost = folder / f"model-{kind.lower()}.gguf", list[str]()
+            gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info, lost))
             progress.say(f"export {job.output.name}: proving it")
             prove(path, weights, plan)
+        for line in lost:
+            progress.say(f"export {job.output.name}: {line}")
         _report(job, weights, plan, progress)
     return job.output
 
@@ -245,17 +248,43 @@ def _compare(written: Tensor, expected: Tensor, info: TensorInfo, *, source: str
         )
 
 
-def _pieces(weights: GGUFWeights, plan: GGUFPlan, info: TensorInfo) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor of the file, in its order of rows."""
+def _pieces(
+    weights: GGUFWeights, plan: GGUFPlan, info: TensorInfo, lost: list[str]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of the file, in its order of rows.
+
+    Args:
+        weights: the source.
+        plan: content of the file.
+        info: the tensor.
+        lost: gets a line where rows that are rounded into blocks become zero.
+
+    Raises:
+        UsageError: a tensor that its dtype does not hold.
+    """
     place = plan.places.get(info.name)
     if place is None:
         yield bytes_of(plan.computed[info.name])
         return
     order = row_order(place)
+    cast = Cast(place.source, _dtype_of(info))
     for start, stop in _spans(place, weights):
         rows = order[start:stop]
         low = int(rows.min())
-        yield bytes_of(_converted(weights, place, info, low, int(rows.max()) + 1)[rows - low])
+        converted = _converted(weights, place, info, low, int(rows.max()) + 1, cast)
+        yield bytes_of(converted[rows - low])
+    if info.dtype not in gguf.BLOCKS:
+        cast.require_held()
+    elif cast.vanished:
+        lost.append(
+            f"{place.source}: {cast.vanished:,} of {cast.rows:,} rows become 0 in {info.dtype}, "
+            f"whose scales are float16 (their largest value is {cast.left:.3g})"
+        )
+
+
+def _dtype_of(info: TensorInfo) -> torch.dtype:
+    """Dtype of a tensor's numbers; of blocks that of their scales."""
+    return torch.float16 if info.dtype in gguf.BLOCKS else DTYPES[info.dtype]
 
 
 def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
@@ -272,29 +301,34 @@ def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
 
 
 def _converted(
-    weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
+    weights: GGUFWeights,
+    place: Place,
+    info: TensorInfo,
+    start: int,
+    stop: int,
+    cast: Cast | None = None,
 ) -> Tensor:
     """Rows of the source in the file's dtype, or as the bytes of their blocks.
 
+    Args:
+        weights: the source.
+        place: the tensor in the source.
+        info: the tensor in the file.
+        start: first row.
+        stop: row after the last.
+        cast: counts what the rows lose.
+
     Raises:
-        UsageError: a value that the dtype does not hold.
         SchemeError: a scale that the type does not hold.
     """
+    cast = cast or Cast(place.source, _dtype_of(info))
     if info.dtype in gguf.BLOCKS:
-        return encode(place.source, _quantized(weights, place, info, start, stop))
-    part = weights.read(place.source, start, stop)
-    converted = part.to(DTYPES[info.dtype])
-    if not torch.isfinite(converted.float().abs().amax()):  # the source's values are
-        largest = part.double().abs().amax().item()
-        cause = f"{place.source}: {largest:.6g} does not fit {info.dtype}"
-        raise UsageError(
-            f"{cause}, whose largest is {torch.finfo(converted.dtype).max:.6g}", "give --dtype bf16"
-        )
-    return converted
+        return encode(place.source, _quantized(weights, place, info, start, stop, cast))
+    return cast(weights.read(place.source, start, stop))
 
 
 def _quantized(
-    weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
+    weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int, cast: Cast
 ) -> QTensor:
     """Rows of a tensor of blocks: as they were quantized, or rounded here, each by itself."""
     if place.source in weights.blocks and weights.read_quantized is not None:
@@ -302,9 +336,10 @@ def _quantized(
     scheme = preset(info.dtype)
     rows = {place.source: weights.read(place.source, start, stop)}
     scale_dtype = DTYPES[BLOCK_TYPES[info.dtype].scale_dtype]
-    return rtn_mse.quantize_group(rows, scheme, statistics={}, scale_dtype=scale_dtype)[
-        place.source
-    ].weight
+    results = rtn_mse.quantize_group(rows, scheme, statistics={}, scale_dtype=scale_dtype)
+    weight = results[place.source].weight
+    cast.compare(rows[place.source], weight.dequantize())
+    return weight
 
 
 def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:

@@ -25,7 +25,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.job import ExportJob
-from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.exporting.plain_files import require_written, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import readable_json
@@ -101,7 +101,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
                 disk.write_file(
                     folder / name, readable_json(content(config["quantization_config"]))
                 )
-            require_headers(folder, specs)
+            require_written(folder, specs, conversion.unchanged(specs))
             conversion.require_same(folder, progress)
     progress.say(
         f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was"
@@ -224,6 +224,12 @@ class _Conversion:
         for name, whole in self.stacks.items():
             if name in specs:
                 yield name, self._whole(whole, DTYPES[specs[name][0]])
+
+    def unchanged(self, specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the result that are the source's own, in no linear's parts."""
+        for name in self.artifact.names:
+            if name in specs and name.removesuffix(".weight") not in self.artifact.linears:
+                yield name, read_tensors(self.artifact.checkpoint, [name])[name]
 
     def _whole(self, split: SplitTensor, dtype: torch.dtype) -> Tensor:
         """A tensor that holds several linears."""

@@ -3,8 +3,9 @@
 Reads    a model that is not quantized, an adapter in PEFT's files
 Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same model and adapter is left alone, another one replaced
-Fails    2 a head that is the embedding too; 3 unusable input, an adapter of another model; 5 the
-         folder is held or the disk is full; 6 another kind of adapter than plain LoRA on linears
+Fails    2 a head that is the embedding too, a sum that the weight's dtype does not hold;
+         3 unusable input, an adapter of another model; 5 the folder is held or the disk is full;
+         6 another kind of adapter than plain LoRA on linears; 7 what is read again differs
 
 The product and the sum are float32, on one thread; the sum is rounded once, to the dtype of the
 weight. One tensor of the model is in memory at a time, beside the adapter. DONE.json gives the
@@ -17,9 +18,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from quantflow.core.cast import cast
 from quantflow.core.determinism import single_threaded
 from quantflow.errors import InputError, UsageError
-from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.exporting.plain_files import require_written, write_beside, write_model
 from quantflow.files import stage_folder
 from quantflow.files.canonical import digest_of, file_digest
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
@@ -87,7 +89,7 @@ def run(job: MergedAdapterJob, progress: Progress) -> Path:
             tensors, limit = _tensors(checkpoint, factors), parse_size(job.shard_size)
             write_model(folder, specs, tensors, limit=limit, stage="adapter", progress=progress)
             write_beside(folder, checkpoint, checkpoint.config)
-            require_headers(folder, specs)
+            require_written(folder, specs, _tensors(checkpoint, factors))
     progress.say(f"adapter {job.output.name}: merged into {len(factors)} linears")
     return job.output
 
@@ -120,7 +122,9 @@ def _tensors(
     for name, (file, info) in checkpoint.tensors.items():
         weight = read_tensor(checkpoint.folder / file, info)
         added = factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        yield (
-            name,
-            weight if added is None else (weight.float() + added.up @ added.down).to(weight.dtype),
-        )
+        if added is not None:
+            merged = weight.float() + added.up @ added.down
+            wider = "bfloat16" if info.dtype == "F16" else "float32"
+            remedy = f"store the model in {wider} and merge again"
+            weight = cast(name, merged, weight.dtype, remedy=remedy)
+        yield name, weight

@@ -112,6 +112,30 @@ def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:
         )
 
 
+def require_written(
+    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Read headers and tensors again; one tensor is in memory at a time.
+
+    Args:
+        folder: folder that `write_model` wrote.
+        specs: tensor name -> dtype and shape.
+        tensors: pairs of name and tensor, as they were written; some of the folder's, or all.
+
+    Raises:
+        IntegrityError: a header is not `specs`, or a tensor has other bytes.
+    """
+    require_headers(folder, specs)
+    located = open_checkpoint(folder).tensors
+    for name, expected in tensors:
+        file, info = located[name]
+        if bytes_of(read_tensor(folder / file, info)) != bytes_of(expected):
+            raise IntegrityError(
+                f"{name}: {file} holds other values than were written",
+                "export again, and check the disk",
+            )
+
+
 def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
     """The tensors of each file."""
     shards: list[list[str]] = [[]]

@@ -200,3 +200,19 @@ def refuse_not_finite(checkpoint: Checkpoint, graph: Graph) -> None:
     for name, (file, info) in checkpoint.tensors.items():
         if not name.startswith(inside):
             check_stored(checkpoint.folder / file, info)
+
+
+def words_in_float32(config: Any, *, float16: bool) -> tuple[str, ...]:
+    """Patterns of the names of tensors that transformers keeps in float32 in a narrower model.
+
+    Args:
+        config: configuration of transformers.
+        float16: whether that is float16, else bfloat16.
+    """
+    from quantflow.models.skeleton import as_written  # here: it imports transformers' model code
+
+    model = as_written(config)
+    words = set(model._keep_in_fp32_modules_strict or ())
+    if float16:
+        words |= set(model._keep_in_fp32_modules or ())
+    return tuple(sorted(word.replace("*", ".*") for word in words))

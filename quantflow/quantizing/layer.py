@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.backends import BACKENDS
+from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
@@ -194,7 +195,9 @@ def quantize_layer(
         if name.removesuffix(".weight") not in linears:
             kept = opened.read(name)
             tensors[name] = (
-                opened.device.fetch(opened.current(name).to(kept.dtype))
+                opened.device.fetch(
+                    cast(name, opened.current(name), kept.dtype, remedy=WIDER_MODEL)
+                )
                 if name in changed
                 else kept
             )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import HadamardRotation, mixed
@@ -133,7 +134,8 @@ class Rotated:
         found = self._source.read_rows(name, rows)
         if name != f"{self._residual.embedding}.weight":
             return found
-        return hadamard.residual(found, self.rotations.residual).to(found.dtype)
+        turned = hadamard.residual(found, self.rotations.residual)
+        return cast(name, turned, found.dtype, remedy=WIDER_MODEL)
 
     def quantized(self, name: str) -> None:
         """None: nothing is quantized yet."""
@@ -188,9 +190,11 @@ class Rotated:
         if module in self._norms:
             return torch.ones_like(stored)
         if name == f"{residual.embedding}.weight":
-            return _embedding(stored, by)
+            return _embedding(name, stored, by)
         if name == f"{residual.head}.weight":
-            return hadamard.reader(stored, self._norm(residual.norm), by, dtype=stored.dtype)
+            return hadamard.reader(
+                stored, self._norm(residual.norm), by, dtype=stored.dtype, name=name
+            )
         if module not in self._groups or not self.changes(name):
             return stored
         dtype = (
@@ -198,7 +202,7 @@ class Rotated:
             if module in self._quantized and leaf == "weight"
             else DTYPES[self.checkpoint.infos[name].dtype]
         )
-        return self._linear(stored, module, leaf=leaf).to(dtype)
+        return cast(name, self._linear(stored, module, leaf=leaf), dtype, remedy=WIDER_MODEL)
 
     def _linear(self, tensor: Tensor, module: str, *, leaf: str) -> Tensor:
         """The weight or the bias of a linear of a layer, float32."""
@@ -259,5 +263,5 @@ def residual_of(graph: Graph, names: Collection[str]) -> Residual:
     return residual
 
 
-def _embedding(stored: Tensor, by: HadamardRotation) -> Tensor:
-    return hadamard.reader(stored, torch.ones(stored.shape[1]), by, dtype=stored.dtype)
+def _embedding(name: str, stored: Tensor, by: HadamardRotation) -> Tensor:
+    return hadamard.reader(stored, torch.ones(stored.shape[1]), by, dtype=stored.dtype, name=name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device
 from quantflow.files.safetensors_header import read_header
 from quantflow.formats import DEFAULT, FORMATS
@@ -268,7 +269,7 @@ def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[
         if key == f"{absorber}.weight" and opened.plan.schemes.get(absorber) is not None:
             continue  # it will be quantized
         current = opened.current(key)
-        current.copy_(current.to(opened.dtype_of(key)))
+        current.copy_(cast(key, current, opened.dtype_of(key), remedy=WIDER_MODEL))
         changed.append(key)
     return changed
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
+from quantflow.core.cast import WIDER_MODEL, Cast
 from quantflow.core.orthogonal import (
     HadamardRotation,
     mixed,
@@ -116,7 +117,12 @@ def solve(*, hidden: int, head_dim: int, options: Mapping[str, Any]) -> Rotation
 
 
 def reader(
-    weight: Tensor, norm_weight: Tensor, by: HadamardRotation, *, dtype: torch.dtype
+    weight: Tensor,
+    norm_weight: Tensor,
+    by: HadamardRotation,
+    *,
+    dtype: torch.dtype,
+    name: str = "the weight",
 ) -> Tensor:
     """The weight of a linear that reads the residual through a norm: W diag(g) Q, in `dtype`.
 
@@ -125,10 +131,15 @@ def reader(
         norm_weight: [H], which is 1 afterwards.
         by: rotation of the residual.
         dtype: dtype of the result.
+        name: name of the weight, for messages.
+
+    Raises:
+        UsageError: a value that the dtype does not hold.
     """
-    target = torch.empty(weight.shape, dtype=dtype)
+    target, cast = torch.empty(weight.shape, dtype=dtype), Cast(name, dtype)
     for rows in groups.row_units(weight):
-        target[rows] = rotated(weight[rows].float() * norm_weight.float(), by).to(dtype)
+        target[rows] = cast(rotated(weight[rows].float() * norm_weight.float(), by))
+    cast.require_held(WIDER_MODEL)
     return target
 
 

@@ -99,7 +99,15 @@ def _scales(
         return scale_from_amax(value.max(), method.activation, target=target, arithmetic=arithmetic)
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        return (left.to(dtype) * right.to(dtype)).float()
+        found = (left.to(dtype) * right.to(dtype)).float()
+        lost = ~torch.isfinite(found) | (found == 0)
+        if lost.any():  # scales are positive
+            exact = (left.double() * right.double())[lost][0].item()
+            raise StatisticsError(
+                f"the output's scale of {exact:.6g} is {found[lost][0].item():g} in {arithmetic}",
+                "take the arithmetic BF16 (hp_dtype of the QUANT_CONFIG)",
+            )
+        return found
 
     inputs, kind = tuple(activation(value) for value in maxima), layer_type(name, node)
     if kind in (SOFTMAX, ATTENTION):

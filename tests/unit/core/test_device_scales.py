@@ -417,3 +417,12 @@ def test_another_backoff_is_taken_and_spelled_again():
 def test_what_is_no_scale_method_is_refused(value, said):
     with pytest.raises(UsageError, match=said):
         method_config(value)
+
+
+@pytest.mark.parametrize("amax", [70000.0, 1e-9])
+def test_an_arithmetic_that_holds_no_scale_is_refused(amax):
+    rule, goal = SCALE_METHODS["maxabs_arbitrary"].activation, target("gaudi2")
+    exact = scale_from_amax(torch.tensor(amax), rule, target=goal, arithmetic="BF16")
+    assert 0 < float(exact) < float("inf")
+    with pytest.raises(StatisticsError, match=r"the scale of a maximum of .* in FP16; take"):
+        scale_from_amax(torch.tensor(amax), rule, target=goal, arithmetic="FP16")
