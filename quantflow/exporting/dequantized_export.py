@@ -129,7 +129,7 @@ def _write(
         if key != "quantization_config"
     }
     write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
-    write_beside(folder, artifact.checkpoint, config)
+    write_beside(folder, artifact.checkpoint, config, stage="export dequantized", progress=progress)
     require_headers(folder, specs)
 
 

@@ -37,7 +37,7 @@ from quantflow.files.manifest import (
     write_manifest,
 )
 from quantflow.files.safetensors_header import read_header
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_files import SideFiles, side_files_of
 from quantflow.files.verify import verify
 from quantflow.formats import FORMATS
 from quantflow.models import layer_store
@@ -114,7 +114,10 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         fresh = proving() if prover is None else nullcontext(prover)
         with fresh as proof, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
             proof.expect(summary["proof"])
-            links = _write(job, folder, source, summary, record, made_from, digests)
+            beside = side_files_of(source.checkpoint)
+            if left := str(beside):
+                progress.say(f"export {job.output.name}: left behind: {left}")
+            links = _write(job, folder, source, summary, record, made_from, digests, beside)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
             places = (folder, job.source, source.checkpoint.folder)
             notes = _prove(
@@ -237,13 +240,14 @@ def _write(
     record: Mapping[str, Any],
     made_from: str,
     digests: Digests,
+    beside: SideFiles,
 ) -> Mapping[str, Path]:
     """Write the artifact; return its files that are links, with the quantized files behind them."""
     graph, plan = graph_for(source.config), plan_from(summary)
     layers = layer_store.records(job.source)
     schemes, head = plan.quantized, head_file.record_of(job.source)
     links = _write_weights(folder, job, source, graph, record["files"])
-    files = _copy_side_files(folder, source)
+    files = _copy_side_files(folder, source, beside)
     config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
     disk.write_file(folder / CONFIG, readable_json(config))
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.source))
@@ -262,7 +266,8 @@ def _write(
             "name": summary["source"]["name"],
             "revision": summary["source"]["revision"],
             "files": {
-                name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)
+                name: digests.of(source.checkpoint.folder / name)
+                for name in _model_files(source, beside)
             },
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.options.format},
@@ -368,29 +373,26 @@ def _damaged(path: Path) -> IntegrityError:
     )
 
 
-def _model_files(source: ModelFiles) -> list[str]:
+def _model_files(source: ModelFiles, beside: SideFiles) -> list[str]:
     """The files that make the source what it is: config, weights, index and copied files."""
     checkpoint = source.checkpoint
-    return [
-        name
-        for name in checkpoint.files
-        if name in (CONFIG, INDEX, *checkpoint.shards)
-        or is_side_file(name, source.checkpoint.config)
-    ]
+    made_of = {CONFIG, INDEX, *checkpoint.shards, *beside.copied}
+    return [name for name in checkpoint.files if name in made_of]
 
 
-def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
+def _copy_side_files(folder: Path, source: ModelFiles, beside: SideFiles) -> tuple[FileEntry, ...]:
     entries = []
     for name in source.checkpoint.files:
         path = source.checkpoint.folder / name
-        action: Literal["copied", "rewritten", "dropped"] = "dropped"
-        reason = "not part of what a runtime loads"
+        action: Literal["copied", "rewritten", "dropped"] = "copied"
+        reason = "side file"
         if name == CONFIG:
             action, reason = "rewritten", "quantization_config added"
         elif name in source.checkpoint.shards or name == INDEX:
             action, reason = "rewritten", "weights, see tensors"
-        elif is_side_file(name, source.checkpoint.config):
-            action, reason = "copied", "side file"
+        elif name in beside.left:
+            action, reason = "dropped", beside.left[name]
+        else:
             disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)
         size = path.stat().st_size

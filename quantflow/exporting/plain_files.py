@@ -13,7 +13,7 @@ from quantflow.files import disk
 from quantflow.files.canonical import readable_json
 from quantflow.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
 from quantflow.files.safetensors_writer import Spec, Writer
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_files import side_files_of
 from quantflow.models.reading import bytes_of
 from quantflow.progress import Progress
 
@@ -57,12 +57,25 @@ def write_model(
         disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
 
 
-def write_beside(folder: Path, source: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Write config.json, and copy the side files of the folder that the model came from."""
+def write_beside(
+    folder: Path, source: Checkpoint, config: Mapping[str, Any], *, stage: str, progress: Progress
+) -> None:
+    """Write config.json, and copy the side files of the folder that the model came from.
+
+    Args:
+        folder: folder of the result.
+        source: folder that the model came from.
+        config: content of config.json.
+        stage: name of the work in progress.
+        progress: receiver of a line on what stays behind.
+    """
     disk.write_file(folder / CONFIG, readable_json(dict(config)))
-    for name in source.files:
-        if is_side_file(name, source.config):
-            disk.copy(source.folder / name, folder / name)
+    beside = side_files_of(source)
+    for name in beside.copied:
+        disk.make_folder((folder / name).parent)
+        disk.copy(source.folder / name, folder / name)
+    if left := str(beside):
+        progress.say(f"{stage}: left behind: {left}")
 
 
 def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:

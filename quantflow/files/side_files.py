@@ -1,22 +1,171 @@
-"""The files of a source, beside config and weights, that belong into an artifact."""
+"""The files of a source beside config.json and weights: those that come along, and the others.
+
+Tokenizers, processors and templates have files of many names, so a file is copied unless it is of a
+kind that no runtime reads:
+
+| stays behind                  | examples                                                         |
+|-------------------------------|------------------------------------------------------------------|
+| weights in another form       | pytorch_model.bin, consolidated.safetensors with its params.json |
+| a sub-folder with weights     | original/, onnx/, checkpoint-500/                                |
+| a description of quantization | hf_quant_config.json, recipe.yaml                                |
+| text and pictures for people  | README.md, since an artifact has a card of its own               |
+| records of a training, data   | trainer_state.json, events.out.tfevents.*, train.parquet         |
+| code that nothing names       | train.py, where no configuration has an `auto_map`               |
+| a file that is too large      | over 64 MB, unless it has a tokenizer's name                     |
+| a link out of the folder      | notes.json -> /home/somebody/secrets.json                        |
+| a name that is not portable   | with control characters or a backslash                           |
+"""
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-SIDE_FILES = re.compile(
+from quantflow.files.checkpoint import CONFIG, INDEX, PICKLES, Checkpoint
+from quantflow.files.folder import reading
+from quantflow.units import size
+
+LARGEST = 64_000_000  # bytes of a file whose name says nothing; a tokenizer.json may have more
+TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
+    | {"tekken.json", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model"}
+)
+UNREAD = "not part of what a runtime loads"
+_TOO_LARGE = f"over {size(LARGEST)}"
+_OUTSIDE = "a link out of the folder"
+_ODD = "a name that is not portable"
+_SHOWN = 5  # names of one reason in a line
+_KNOWN = re.compile(
     r"(tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|special_tokens_map\.json"
     r"|added_tokens\.json|chat_template.*|generation_config\.json|.*processor_config\.json"
-    r"|LICEN[CS]E.*|NOTICE.*|USE_POLICY.*)"
+    r"|LICEN[CS]E.*|NOTICE.*|USE_POLICY.*|tekken\.json|tiktoken\.model|spiece\.model"
+    r"|sentencepiece\.bpe\.model)"
 )
+_WEIGHTS = (
+    *PICKLES,
+    *(".safetensors", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".ot", ".npz", ".npy"),
+    *(".pdparams", ".tflite", ".mlmodel"),
+)
+_UNREAD = re.compile(
+    # another form of the weights
+    r"consolidated.*|params\.json|.*\.index(\.\w+)?\.json|openvino_.*"
+    # quantization, and what is written here
+    r"|hf_quant_config\.json|quantize_config\.json|quant_config\.json|recipe\.yaml"
+    r"|quantflow\.json|DONE\.json|README(\..*)?"
+    # text, pictures
+    r"|.*\.(md|rst|txt|html|pdf|ipynb|png|jpe?g|gif|webp|svg|mp4)"
+    # training, data
+    r"|(train|trainer|training|eval|all)(_\w+)?\.json|events\.out\.tfevents\..*"
+    r"|.*\.(parquet|arrow|jsonl|csv|tsv|log|sh|zip|tar|gz|tgz|7z)"
+)
+_WORDS = re.compile(r".*(vocab|merges).*\.txt")  # a tokenizer's, though it is text
+_CODE = re.compile(  # the names by which transformers keeps code
+    r"(configuration|modeling|tokenization|feature_extraction|((image|video|audio)_)?processing)"
+    r"_\w+\.py"
+)
+_NAMES_CODE = b'"auto_map"'
 
 
-def is_side_file(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a file is copied: tokenizer, template, licence, code where config.json names any.
+@dataclass(frozen=True, kw_only=True)
+class SideFiles:
+    """What becomes of files beside config.json and weights.
+
+    Attributes:
+        copied: names, sorted.
+        left: name -> reason why it stays behind, sorted.
+    """
+
+    copied: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        """What stays behind in a line; what git and the source's own card need is not in it."""
+        names = defaultdict(list)
+        for name, why in self.left.items():
+            first, inside, _ = name.partition("/")
+            if not first.startswith((".git", "README")):
+                names[why].append(first + inside)
+        shown = []
+        for why, found in names.items():
+            unique = list(dict.fromkeys(found))
+            more = f" and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else ""
+            shown.append(f"{', '.join(unique[:_SHOWN])}{more} ({why})")
+        return "; ".join(shown)
+
+
+def side_files(files: Mapping[str, int], *, code: bool) -> SideFiles:
+    """Files sorted by their names and sizes alone.
 
     Args:
-        name: name of the file, with `/` between sub-folders.
-        config: content of config.json.
+        files: name -> bytes, with `/` between sub-folders.
+        code: whether a configuration among them names code, so that every Python file may be read.
     """
-    code = name.endswith(".py") and "auto_map" in config
-    return code or SIDE_FILES.fullmatch(name) is not None
+    foreign = {name.partition("/")[0] for name in files if "/" in name and _is_weights(name)}
+    reasons = {
+        name: _why_left(name, nbytes, foreign=foreign, code=code)
+        for name, nbytes in sorted(files.items())
+    }
+    return SideFiles(
+        copied=tuple(name for name, why in reasons.items() if why is None),
+        left={name: why for name, why in reasons.items() if why is not None},
+    )
+
+
+def side_files_of(checkpoint: Checkpoint) -> SideFiles:
+    """Files beside config.json, index and weights of an opened folder."""
+    folder, read = checkpoint.folder, {CONFIG, INDEX, *checkpoint.shards}
+    files = {name: (folder / name).stat().st_size for name in checkpoint.files if name not in read}
+    code = "auto_map" in checkpoint.config or any(
+        _names_code(folder / name) for name in files if re.fullmatch(r"\w*config\.json", name)
+    )
+    sorted_out = side_files(files, code=code)
+    outside = {name: _OUTSIDE for name in sorted_out.copied if _leads_out(folder, name)}
+    return SideFiles(
+        copied=tuple(name for name in sorted_out.copied if name not in outside),
+        left=dict(sorted({**sorted_out.left, **outside}.items())),
+    )
+
+
+def _why_left(name: str, nbytes: int, *, foreign: set[str], code: bool) -> str | None:
+    """The reason why a file stays behind; None where it is copied."""
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or {"", "..", "."} & set(parts):
+        return _ODD
+    if _KNOWN.fullmatch(name):
+        return None
+    last = parts[-1]
+    unread = (
+        any(part.startswith(".") for part in parts)
+        or (len(parts) > 1 and parts[0] in {*foreign, "original"})
+        or _is_weights(name)
+        or (_UNREAD.fullmatch(last) is not None and _WORDS.fullmatch(last) is None)
+        or (last.endswith(".py") and not code and _CODE.fullmatch(last) is None)
+    )
+    if unread:
+        return UNREAD
+    return _TOO_LARGE if nbytes > LARGEST else None
+
+
+def _is_weights(name: str) -> bool:
+    return PurePosixPath(name).suffix in _WEIGHTS
+
+
+def _names_code(path: Path) -> bool:
+    """Whether a configuration names code that transformers would import."""
+    with reading(path) as file:
+        return _NAMES_CODE in file.read(LARGEST)
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    """Whether a file is a link out of the folder that nobody meant.
+
+    Folders are put together by links to another folder's files, and the hub's cache consists of
+    links to its blobs. Any other link may lead to what its owner never wanted to hand on.
+    """
+    if not (folder / name).is_symlink():
+        return False
+    target = (folder / name).resolve()
+    meant = _KNOWN.fullmatch(name) is not None and target.name == PurePosixPath(name).name
+    blob = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    return not (meant or blob or target.is_relative_to(folder.resolve()))

@@ -22,10 +22,10 @@ from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
 from quantflow.files.canonical import canonical_json, readable_json
-from quantflow.files.checkpoint import CONFIG, INDEX, Checkpoint
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_files import side_files_of
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, open_files
 from quantflow.planning.artifact_config import artifact_config
@@ -295,11 +295,7 @@ def output_bytes(
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
     config = len(readable_json(artifact_config(checkpoint.config, graph, plan, names=model.infos)))
-    copied = [
-        name
-        for name in checkpoint.files
-        if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)
-    ]
+    copied = side_files_of(checkpoint).copied
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)
     manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
     return weights + config + side + manifest + CARD
