@@ -158,7 +158,7 @@ class _Answers(BaseHTTPRequestHandler):
             return self._json(
                 {"files": [self._mode(folder, one) for one in json.loads(body)["files"]]}
             )
-        self._commit(folder, [json.loads(line) for line in body.splitlines()])
+        self._commit(name, folder, [json.loads(line) for line in body.splitlines()])
 
     def do_PUT(self) -> None:
         body = self._body()
@@ -215,7 +215,7 @@ class _Answers(BaseHTTPRequestHandler):
         upload = {"upload": {"href": f"{self.server.address}/lfs/{one['oid']}"}}
         return {**one, **({} if there else {"actions": upload})}
 
-    def _commit(self, folder: Path, lines: list[dict[str, Any]]) -> None:
+    def _commit(self, name: str, folder: Path, lines: list[dict[str, Any]]) -> None:
         added, removed = [], []
         for line in lines[1:]:
             value, path = line["value"], folder / line["value"]["path"]
@@ -231,7 +231,8 @@ class _Answers(BaseHTTPRequestHandler):
             added.append(value["path"])
         self.server.commits.append((lines[0]["value"]["summary"], added, removed))
         oid = f"{len(self.server.commits):040x}"
-        self._json({"commitUrl": f"{self.server.address}/commit/{oid}", "commitOid": oid})
+        url = f"{self.server.address}/{name}/commit/{oid}"
+        self._json({"commitUrl": url, "commitOid": oid})
 
     def _content(self, file: str, data: bytes, headers: dict[str, str]) -> None:
         """A file, or the bytes of it that `Range` asks for."""
