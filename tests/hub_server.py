@@ -33,6 +33,7 @@ class Hub(ThreadingHTTPServer):
         cards: metadata of a repository's card.
         refuse: status, by beginning of the path of a POST or PUT; each counts down `failures`.
         failures: how many requests `refuse` still refuses.
+        knows_ranges: whether `Range` is heeded.
         room: folder of repositories that are created.
     """
 
@@ -48,6 +49,7 @@ class Hub(ThreadingHTTPServer):
         self.cards: dict[str, dict[str, Any]] = {}
         self.refuse: dict[str, int] = {}
         self.failures = 0
+        self.knows_ranges = True
 
     @property
     def address(self) -> str:
@@ -237,7 +239,7 @@ class _Answers(BaseHTTPRequestHandler):
     def _content(self, file: str, data: bytes, headers: dict[str, str]) -> None:
         """A file, or the bytes of it that `Range` asks for."""
         status, asked = 200, self.headers.get("Range")
-        if asked is not None:
+        if asked is not None and self.server.knows_ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             end = min(int(last), len(data) - 1) if last else len(data) - 1
             headers["Content-Range"] = f"bytes {int(first)}-{end}/{len(data)}"

@@ -7,6 +7,7 @@ taken. The token goes from the environment into huggingface_hub's requests, and 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,33 @@ class _NoBar(tqdm):  # type: ignore[misc]
         super().__init__(*args, **{**kwargs, "disable": True})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository at one commit.
+
+    Attributes:
+        commit: the commit.
+        folder: its snapshot in the cache, whether that is there or not.
+        sizes: file -> bytes of all of it.
+        chosen: files that a model is made of, sorted.
+        left: a line on the others.
+    """
+
+    commit: str
+    folder: Path
+    sizes: Mapping[str, int]
+    chosen: tuple[str, ...]
+    left: str
+
+    def missing(self) -> list[str]:
+        """The chosen files that the cache lacks."""
+        return [file for file in self.chosen if not (self.folder / file).exists()]
+
+    def is_whole(self) -> bool:
+        """Whether the cache has every chosen file."""
+        return not self.missing()
+
+
 def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
     """Snapshot folder of a model, downloaded where the cache lacks it.
 
@@ -59,47 +87,76 @@ def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, why="HF_HUB_OFFLINE is set")
     try:
-        info = asked(
-            name,
-            revision,
-            lambda: HfApi(constants.ENDPOINT).model_info(
-                name, revision=revision, files_metadata=True
-            ),
-        )
+        found = _listed(name, revision)
     except Unreachable as error:
         folder = _cached(name, revision, why=str(error))
         progress.say(f"source: {error}; the cache has {name} at {folder.name[:12]}")
         return folder
-    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
-    chosen, left = _chosen(name, sizes)
-    folder = (
-        Path(constants.HF_HUB_CACHE)
-        / f"models--{name.replace('/', '--')}"
-        / "snapshots"
-        / str(info.sha)
-    )
-    _remember(folder, revision)
-    missing = [file for file in chosen if not (folder / file).exists()]
+    _remember(found.folder, revision)
+    missing = found.missing()
     if missing:
-        total = sum(sizes[file] for file in missing) / 1e6
+        total = sum(found.sizes[file] for file in missing) / 1e6
         progress.say(
-            f"source: {name} at {str(info.sha)[:12]}: {len(missing)} files of {total:,.0f} MB to "
+            f"source: {name} at {found.commit[:12]}: {len(missing)} files of {total:,.0f} MB to "
             "download"
         )
-        if left:
-            progress.say(f"source: left on the hub: {left}")
+        if found.left:
+            progress.say(f"source: left on the hub: {found.left}")
+    for file in progress.steps(
+        missing, stage=f"source {name}", unit="file", nbytes=found.sizes.__getitem__
+    ):
+        file_at(name, file, found.commit)
+    return found.folder
 
-    def download(file: str) -> Callable[[], str]:
-        return lambda: _download(name, file, info.sha)
 
+def listing(name: str, revision: str | None) -> Repository | None:
+    """A repository; None where the hub cannot be reached.
+
+    Raises:
+        InputError: as `folder_of`.
+    """
     try:
-        for file in progress.steps(
-            missing, stage=f"source {name}", unit="file", nbytes=sizes.__getitem__
-        ):
-            asked(name, info.sha, download(file))
+        found = _listed(name, revision)
+    except Unreachable:
+        return None
+    _remember(found.folder, revision)
+    return found
+
+
+def file_at(name: str, file: str, commit: str) -> Path:
+    """One file of a commit, downloaded where the cache lacks it.
+
+    Raises:
+        InputError: the hub refuses, or cannot be reached.
+    """
+    try:
+        return Path(asked(name, commit, lambda: _download(name, file, commit)))
     except Unreachable as error:
         raise InputError(f"{name}: {error}", "run it again: what was downloaded stays") from error
-    return folder
+
+
+def _listed(name: str, revision: str | None) -> Repository:
+    """The repository at the commit of a revision.
+
+    Raises:
+        InputError: as `folder_of`.
+        Unreachable: the hub does not answer.
+    """
+    info = asked(
+        name,
+        revision,
+        lambda: HfApi(constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True),
+    )
+    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+    chosen, left = _chosen(name, sizes)
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    return Repository(
+        commit=str(info.sha),
+        folder=snapshots / str(info.sha),
+        sizes=sizes,
+        chosen=tuple(chosen),
+        left=left,
+    )
 
 
 def file_of(name: str, file: str, revision: str | None, progress: Progress) -> Path:
@@ -191,11 +248,15 @@ def _cached(name: str, revision: str | None, *, why: str) -> Path:
         InputError: it has none.
     """
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
             )
         )
+        # `plan` and `inspect` fetch what describes a model, and no weights
+        if not any(folder.glob(_WEIGHTS)):
+            raise FileNotFoundError(f"{folder}: no weights")
+        return folder
     # the library raises several, all of which mean that the snapshot is not there
     except Exception as error:
         at = "" if revision is None else f" at {revision}"
