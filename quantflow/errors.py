@@ -99,6 +99,6 @@ def nearest(word: str, valid: Sequence[str]) -> str:
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of a library's message, or the error's class where there is none."""
     return next(iter(str(error).splitlines()), type(error).__name__)

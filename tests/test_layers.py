@@ -40,6 +40,7 @@ LIBRARY = [
     "unifying",
     "exporting",
     "validating",
+    "publishing",
     "langchain",
     "server",
 ]  # low to high; quantflow.stages is above them all
@@ -73,6 +74,7 @@ LAZY = {
     "quantflow/quantizing/job.py",
     "quantflow/exporting/job.py",
     "quantflow/validating/job.py",
+    "quantflow/publishing/job.py",
     "quantflow/planning/plan_job.py",
     "quantflow/planning/forecast.py",
     "quantflow/runtime/generate_job.py",
@@ -230,6 +232,7 @@ OFFERED = {
     "quantflow.unifying.job",
     "quantflow.quantizing.job",
     "quantflow.quantizing.quant_config_defaults",
+    "quantflow.publishing.job",
     "quantflow.exporting.job",
     "quantflow.exporting.artifact_job",
     "quantflow.exporting.dequantized_export",
@@ -254,7 +257,7 @@ OFFERED = {
 }
 # Packages of which a verb needs one at least; the others are words and settings.
 WORKING = {"files", "measuring", "unifying", "quantizing", "exporting", "validating", "planning"}
-WORKING |= {"runtime", "benching", "server"}
+WORKING |= {"runtime", "benching", "publishing", "server"}
 STAGES = [path for path in FILES if path.is_relative_to(ROOT / "stages")]
 
 

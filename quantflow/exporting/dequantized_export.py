@@ -106,7 +106,13 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
                 progress=progress,
                 unused_of=artifact.checkpoint,
             )
-            write_beside(folder, artifact.checkpoint, said)
+            write_beside(
+                folder,
+                artifact.checkpoint,
+                said,
+                stage=f"export {job.output.name}",
+                progress=progress,
+            )
             progress.say(f"export {job.output.name}: comparing what was written")
             require_written(folder, written, _tensors(artifact, split, specs))
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())

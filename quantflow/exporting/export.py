@@ -37,7 +37,8 @@ from quantflow.files.manifest import (
     write_manifest,
 )
 from quantflow.files.safetensors_header import read_header
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_file_kinds import SideFiles
+from quantflow.files.side_files import side_files_of
 from quantflow.files.verify import verify
 from quantflow.formats import FORMATS
 from quantflow.models import layer_store
@@ -114,7 +115,12 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         fresh = proving() if prover is None else nullcontext(prover)
         with fresh as proof, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
             proof.expect(summary["proof"])
-            links, not_finite = _write(job, folder, source, summary, record, made_from, digests)
+            beside = side_files_of(source.checkpoint)
+            if left := str(beside):
+                progress.say(f"export {job.output.name}: left behind: {left}")
+            links, not_finite = _write(
+                job, folder, source, summary, record, made_from, digests, beside
+            )
             if not_finite:
                 more = f" and {len(not_finite) - 1} more" if not_finite[1:] else ""
                 progress.say(
@@ -243,6 +249,7 @@ def _write(
     record: Mapping[str, Any],
     made_from: str,
     digests: Digests,
+    beside: SideFiles,
 ) -> tuple[Mapping[str, Path], list[str]]:
     """Write the artifact.
 
@@ -254,7 +261,7 @@ def _write(
     layers = layer_store.records(job.source)
     schemes, head = plan.quantized, head_file.record_of(job.source)
     links, not_finite = _write_weights(folder, job, source, graph, record["files"])
-    files = _copy_side_files(folder, source)
+    files = _copy_side_files(folder, source, beside)
     checkpoint = source.checkpoint
     config = artifact_config(
         checkpoint.config, graph, plan, infos=checkpoint.infos, unused=checkpoint.unused
@@ -277,7 +284,8 @@ def _write(
             "revision": summary["source"]["revision"],
             **({"stored_names": renamed} if (renamed := checkpoint.stored_names) else {}),
             "files": {
-                name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)
+                name: digests.of(source.checkpoint.folder / name)
+                for name in _model_files(source, beside)
             },
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.options.format},
@@ -389,30 +397,27 @@ def _damaged(path: Path) -> IntegrityError:
     )
 
 
-def _model_files(source: ModelFiles) -> list[str]:
+def _model_files(source: ModelFiles, beside: SideFiles) -> list[str]:
     """The files that make the source what it is: config, weights, index and copied files."""
     checkpoint = source.checkpoint
-    return [
-        name
-        for name in checkpoint.files
-        if name in (CONFIG, checkpoint.index, *checkpoint.shards)
-        or is_side_file(name, source.checkpoint.config)
-    ]
+    made_of = {CONFIG, checkpoint.index, *checkpoint.shards, *beside.copied}
+    return [name for name in checkpoint.files if name in made_of]
 
 
-def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
+def _copy_side_files(folder: Path, source: ModelFiles, beside: SideFiles) -> tuple[FileEntry, ...]:
     entries, checkpoint = [], source.checkpoint
     for name in checkpoint.files:
         path = checkpoint.folder / name
-        action: Literal["copied", "rewritten", "dropped"] = "dropped"
-        reason = "not part of what a runtime loads"
+        action: Literal["copied", "rewritten", "dropped"] = "copied"
+        reason = "side file"
         if name == CONFIG:
             change = "replaced, the source's was left over" if checkpoint.left_over else "added"
             action, reason = "rewritten", f"quantization_config {change}"
         elif name in (*checkpoint.shards, checkpoint.index):
             action, reason = "rewritten", "weights, see tensors"
-        elif is_side_file(name, checkpoint.config):
-            action, reason = "copied", "side file"
+        elif name in beside.left:
+            action, reason = "dropped", beside.left[name]
+        else:
             disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)
         size = path.stat().st_size

@@ -95,7 +95,13 @@ def run(job: ExportJob, progress: Progress) -> Path:
                     unused_of=artifact.checkpoint,
                 )
             config = conversion.config()
-            write_beside(folder, artifact.checkpoint, config)
+            write_beside(
+                folder,
+                artifact.checkpoint,
+                config,
+                stage=f"export {job.output.name}",
+                progress=progress,
+            )
             if job.options.format in BESIDE:
                 name, content = BESIDE[job.options.format]
                 disk.write_file(

@@ -70,7 +70,11 @@ MINIMA = (
 def model_card(manifest: Mapping[str, Any]) -> str:
     """The card of an artifact."""
     recipe = manifest["recipe"]
-    source = {key: _harmless(manifest["source"][key]) for key in ("name", "revision")}
+    source = {
+        key: None if text is None else harmless(text)
+        for key, text in manifest["source"].items()
+        if key in ("name", "revision")
+    }
     resolved, chosen = recipe["resolved"], recipe.get("chosen")
     what = (
         recipe["scheme"]
@@ -142,9 +146,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _harmless(text: str | None) -> str | None:
-    """A name without the characters that Markdown, HTML and tables would read."""
-    return None if text is None else re.sub(r"[^\w./:@+ -]", "_", text)
+def harmless(text: str) -> str:
+    """A text without the characters that Markdown, HTML and tables would read."""
+    return re.sub(r"[^\w./:@+ -]", "_", text)
 
 
 def _unused(tensors: Sequence[Mapping[str, Any]]) -> list[str]:

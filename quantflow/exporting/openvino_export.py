@@ -31,6 +31,7 @@ from quantflow.exporting.job import ExportJob
 from quantflow.exporting.plain_files import write_beside
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
+from quantflow.files.side_file_kinds import TOKENIZER_FILES
 from quantflow.formats import openvino_ir
 from quantflow.models.graph import moving_rotation, text_config
 from quantflow.models.names import NameMap
@@ -96,7 +97,13 @@ def run(job: ExportJob, progress: Progress) -> Path:
                 for key, value in artifact.checkpoint.config.items()
                 if key != "quantization_config"
             }
-            write_beside(folder, artifact.checkpoint, config)
+            write_beside(
+                folder,
+                artifact.checkpoint,
+                config,
+                stage=f"export {job.output.name}",
+                progress=progress,
+            )
             _write_tokenizer(folder)
             expected = _write_model(
                 folder, artifact, openvino_ir.SCALE_DTYPES[dtype], progress=progress
@@ -320,10 +327,7 @@ def _write_tokenizer(folder: Path) -> None:
     import openvino as ov
     from openvino_tokenizers import convert_tokenizer
 
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
     try:
         graphs = convert_tokenizer(load_tokenizer(folder), with_detokenizer=True)

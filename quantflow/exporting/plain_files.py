@@ -15,7 +15,7 @@ from quantflow.files.canonical import readable_json
 from quantflow.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, Writer
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_files import side_files_of
 from quantflow.models.model_tensors import STORED
 from quantflow.models.reading import bytes_of, read_tensor
 from quantflow.progress import Progress
@@ -89,12 +89,25 @@ def _plain_unused(checkpoint: Checkpoint) -> dict[str, tuple[Path, TensorInfo]]:
     }
 
 
-def write_beside(folder: Path, source: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Write config.json, and copy the side files of the folder that the model came from."""
+def write_beside(
+    folder: Path, source: Checkpoint, config: Mapping[str, Any], *, stage: str, progress: Progress
+) -> None:
+    """Write config.json, and copy the side files of the folder that the model came from.
+
+    Args:
+        folder: folder of the result.
+        source: folder that the model came from.
+        config: content of config.json.
+        stage: name of the work in progress.
+        progress: receiver of a line on what stays behind.
+    """
     disk.write_file(folder / CONFIG, readable_json(dict(config)))
-    for name in source.files:
-        if is_side_file(name, source.config):
-            disk.copy(source.folder / name, folder / name)
+    beside = side_files_of(source)
+    for name in beside.copied:
+        disk.make_folder((folder / name).parent)
+        disk.copy(source.folder / name, folder / name)
+    if left := str(beside):
+        progress.say(f"{stage}: left behind: {left}")
 
 
 def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:

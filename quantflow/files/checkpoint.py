@@ -15,7 +15,7 @@ from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
 from quantflow.files.folder import Listing, list_files, refuse_small_pointer
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, read_header
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_file_kinds import PICKLES, has_known_name
 from quantflow.files.torch_file import read_torch_header
 
 CONFIG = "config.json"
@@ -25,7 +25,6 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 # quant_method, ending of the file, ending of a linear's first tensor
 LOW_PRECISION = ("ipex-low-precision", ".pt", ".packed_weight")
 LOW_PRECISION_NAME = "gptq_checkpoint_g"  # beginning of the name that other programs give the file
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Numbers of config.json that decide how much is allocated before a tensor is read. None may be
 # larger than the number of tensors (_COUNTS) or of bytes (_SIZES).
 _COUNTS = frozenset(
@@ -247,7 +246,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder / CONFIG}: not a table", "restore the file from where it came from"
         )
     for name in (*listing.others, *listing.files):
-        if is_side_file(name, config):
+        if has_known_name(name):
             _refuse_special(folder, listing, name)
             refuse_small_pointer(folder / name)
     table, where = quantization_in(folder, config)

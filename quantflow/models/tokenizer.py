@@ -1,26 +1,47 @@
 """The tokenizer of a folder."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from quantflow.errors import InputError, first_line
+from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.files.checkpoint import CONFIG
-from quantflow.files.folder import LIMITS
+from quantflow.files.folder import LIMITS, reading
 from quantflow.models.panics import panics_refused
-from quantflow.models.tokenizer_bounds import refuse_bombs
+from quantflow.models.tokenizer_bounds import TOKENIZER, refuse_bombs
 
 # keys of config.json that AutoTokenizer reads where a class is named
 _READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")
+# Packages that transformers reads a file with and does not depend on: module -> pip's name, and our
+# extra.
+_PACKAGES = {
+    "sentencepiece": ("sentencepiece", "tokenizers"),
+    "google.protobuf": ("protobuf", "tokenizers"),
+    "tiktoken": ("tiktoken", "tokenizers"),
+    "mistral_common": ("mistral-common", "mistral"),
+}
+_SENTENCEPIECE, _TIKTOKEN = ("sentencepiece", "google.protobuf"), ("tiktoken",)
+_READ_BY = {
+    "tokenizer.model": _SENTENCEPIECE,
+    "spiece.model": _SENTENCEPIECE,
+    "sentencepiece.bpe.model": _SENTENCEPIECE,
+    "tiktoken.model": _TIKTOKEN,
+    "tekken.json": ("mistral_common",),
+}
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")  # a token in base64, its rank
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; code that comes with it is not run.
 
     Raises:
-        InputError: there is none, or its files are damaged or beyond the bounds of `refuse_bombs`.
+        InputError: there is none, its files are damaged or beyond the bounds of `refuse_bombs`, or
+            it is code of the model's own.
+        UnsupportedError: a package that reads its file is not installed.
         OSError: this process has no descriptor or memory left.
     """
     folder = Path(folder)
@@ -38,10 +59,48 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the Rust tokenizers raise bare Exception
         if isinstance(error, OSError) and error.errno in LIMITS:
             raise
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{folder}: its tokenizer is code of its own, which is not run here",
+                f"put a {TOKENIZER} into the folder, such as one that transformers saved",
+            ) from error
+        if (missing := _missing_package(folder)) is not None:
+            file, (package, extra) = missing
+            raise UnsupportedError(
+                f"{folder / file}: read by {package}, which is not installed",
+                f"pip install 'quantflow[{extra}]', or {package} alone",
+            ) from error
         raise InputError(
             f"{folder}: no usable tokenizer ({first_line(error)})",
             "copy the tokenizer files of the model into this folder",
         ) from error
+
+
+def _missing_package(folder: Path) -> tuple[str, tuple[str, str]] | None:
+    """The file of a tokenizer that no installed package reads, and the row of the first it needs.
+
+    None where tokenizer.json says everything, or nothing is missing.
+    """
+    if (folder / TOKENIZER).is_file():
+        return None
+    for file, modules in _READ_BY.items():
+        if not (folder / file).is_file():
+            continue
+        if modules is _SENTENCEPIECE:
+            with reading(folder / file) as content:
+                # Llama 3's own files have SentencePiece's name
+                modules = _TIKTOKEN if _TIKTOKEN_LINE.match(content.read(4096)) else modules
+        for module in modules:
+            if not _is_installed(module):
+                return file, _PACKAGES[module]
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _config(folder: Path) -> PreTrainedConfig | None:

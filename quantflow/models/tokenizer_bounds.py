@@ -27,6 +27,7 @@ _FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "tekken.json",
 )
 _CHAINS = ("normalizers", "pretokenizers", "processors", "decoders")
 _BY_TYPE = {  # characters of the longest result of one character

@@ -1,7 +1,7 @@
 """The verb plan: needs and results of a run, from config.json, shard headers and recipe alone.
 
 Reads    the model's headers and config.json; a probe reads the weights of one layer; no tokenizer,
-         no text
+         no text. Of a model on the hub nothing more is fetched, see quantflow/sources/headers.py
 Writes   nothing
 Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family, or a probe
          without the device
@@ -11,6 +11,7 @@ Calibration text is assumed to fill all its samples, which is the most that it c
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
 from quantflow.files.canonical import canonical_json, readable_json
-from quantflow.files.checkpoint import CONFIG, INDEX, Checkpoint
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
-from quantflow.files.side_files import is_side_file
+from quantflow.files.side_files import side_files_of
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, notes_of, open_files
 from quantflow.planning.artifact_config import artifact_config
@@ -62,6 +63,7 @@ from quantflow.planning.sizes import (
     quantized_specs,
 )
 from quantflow.progress import Progress
+from quantflow.sources.headers import described, is_on_hub
 from quantflow.sources.models import model_folder
 
 CARD = 3000  # bytes of README.md
@@ -71,9 +73,21 @@ PER_TENSOR = 420
 
 def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
     """The plan as plain data; `quantflow plan` makes tables of it."""
-    named = Path(job.recipe.model)
-    folder = model_folder(named, revision=job.recipe.revision, progress=progress)
-    job = replace(job, recipe=replace(job.recipe, model=str(folder)))
+    model, revision = job.recipe.model, job.recipe.revision
+    found: AbstractContextManager[Path]
+    if job.probe:  # it reads weights
+        found = nullcontext(model_folder(model, revision=revision, progress=progress))
+    else:
+        found = described(model, revision=revision, progress=progress)
+    with found as folder:
+        plan = _planned(replace(job, recipe=replace(job.recipe, model=str(folder))))
+    if is_on_hub(model):
+        plan["model"]["folder"] = model
+    return plan
+
+
+def _planned(job: PlanJob) -> dict[str, Any]:
+    """The plan of a model in a folder."""
     recipe = job.recipe
     # memory is planned without the device
     device = open_device(recipe.compute.device) if job.probe else HOST
@@ -302,11 +316,7 @@ def output_bytes(
             )
         )
     )
-    copied = [
-        name
-        for name in checkpoint.files
-        if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)
-    ]
+    copied = side_files_of(checkpoint).copied
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)
     manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
     return weights + config + side + manifest + CARD

@@ -19,6 +19,7 @@ from quantflow.files.checkpoint import CONFIG, Checkpoint
 from quantflow.files.manifest import read_manifest, rounds_inputs
 from quantflow.files.outputs import beside
 from quantflow.files.schema import Between, check
+from quantflow.files.side_file_kinds import TOKENIZER_FILES
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
@@ -29,9 +30,6 @@ from quantflow.runtime.ranks.tensor_parallel import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TOKENIZER_FILES = frozenset(
-    {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
-)
 _GENERATION = "generation_config.json"
 _MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
     {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
@@ -254,7 +252,7 @@ def loaded(
         model=model,
         reasons=reasons,
         tokenizer=None
-        if _TOKENIZER_FILES.isdisjoint(checkpoint.files)
+        if TOKENIZER_FILES.isdisjoint(checkpoint.files)
         else load_tokenizer(checkpoint.folder),
         eos_token_ids=_eos_token_ids(checkpoint),
     )

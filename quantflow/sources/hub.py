@@ -6,8 +6,8 @@ taken. Where the hub cannot be reached, or must not be, the cache's files of tha
 taken. The token goes from the environment into huggingface_hub's requests, and nowhere else.
 """
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,23 +25,15 @@ from tqdm import tqdm
 
 from quantflow.errors import InputError
 from quantflow.files import disk
-from quantflow.files.checkpoint import PICKLES
+from quantflow.files.checkpoint import CONFIG, INDEX
 from quantflow.files.manifest import MANIFEST_NAME
+from quantflow.files.side_file_kinds import PICKLES, SideFiles, side_files
+from quantflow.files.stage_folder import DONE
 from quantflow.progress import Progress
 
-# Files of a repository that are taken: weights, and what lies beside them; nothing of sub-folders.
-_TAKEN = (
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "*.py",
-    "LICEN[CS]E*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-_LEFT = ("consolidated*", "*.index.fp*.json", "training_args*", "optimizer*")
+# What is taken of a repository beside weights and side files: files that describe it.
+_READ = {CONFIG, INDEX, DONE, "hf_quant_config.json", "quantize_config.json", "quant_config.json"}
+_WEIGHTS, _OTHER_WEIGHTS = "*.safetensors", "consolidated*"
 Result = TypeVar("Result")
 
 
@@ -51,6 +43,33 @@ class _NoBar(tqdm):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("name", None)
         super().__init__(*args, **{**kwargs, "disable": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository at one commit.
+
+    Attributes:
+        commit: the commit.
+        folder: its snapshot in the cache, whether that is there or not.
+        sizes: file -> bytes of all of it.
+        chosen: files that a model is made of, sorted.
+        left: a line on the others.
+    """
+
+    commit: str
+    folder: Path
+    sizes: Mapping[str, int]
+    chosen: tuple[str, ...]
+    left: str
+
+    def missing(self) -> list[str]:
+        """The chosen files that the cache lacks."""
+        return [file for file in self.chosen if not (self.folder / file).exists()]
+
+    def is_whole(self) -> bool:
+        """Whether the cache has every chosen file."""
+        return not self.missing()
 
 
 def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
@@ -68,45 +87,76 @@ def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, why="HF_HUB_OFFLINE is set")
     try:
-        info = _asked(
-            name,
-            revision,
-            lambda: HfApi(constants.ENDPOINT).model_info(
-                name, revision=revision, files_metadata=True
-            ),
-        )
-    except _Unreachable as error:
+        found = _listed(name, revision)
+    except Unreachable as error:
         folder = _cached(name, revision, why=str(error))
         progress.say(f"source: {error}; the cache has {name} at {folder.name[:12]}")
         return folder
-    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
-    chosen = _chosen(name, sizes)
-    folder = (
-        Path(constants.HF_HUB_CACHE)
-        / f"models--{name.replace('/', '--')}"
-        / "snapshots"
-        / str(info.sha)
-    )
-    _remember(folder, revision)
-    missing = [file for file in chosen if not (folder / file).exists()]
+    _remember(found.folder, revision)
+    missing = found.missing()
     if missing:
-        total = sum(sizes[file] for file in missing) / 1e6
+        total = sum(found.sizes[file] for file in missing) / 1e6
         progress.say(
-            f"source: {name} at {str(info.sha)[:12]}: {len(missing)} files of {total:,.0f} MB to "
+            f"source: {name} at {found.commit[:12]}: {len(missing)} files of {total:,.0f} MB to "
             "download"
         )
+        if found.left:
+            progress.say(f"source: left on the hub: {found.left}")
+    for file in progress.steps(
+        missing, stage=f"source {name}", unit="file", nbytes=found.sizes.__getitem__
+    ):
+        file_at(name, file, found.commit)
+    return found.folder
 
-    def download(file: str) -> Callable[[], str]:
-        return lambda: _download(name, file, info.sha)
 
+def listing(name: str, revision: str | None) -> Repository | None:
+    """A repository; None where the hub cannot be reached.
+
+    Raises:
+        InputError: as `folder_of`.
+    """
     try:
-        for file in progress.steps(
-            missing, stage=f"source {name}", unit="file", nbytes=sizes.__getitem__
-        ):
-            _asked(name, info.sha, download(file))
-    except _Unreachable as error:
+        found = _listed(name, revision)
+    except Unreachable:
+        return None
+    _remember(found.folder, revision)
+    return found
+
+
+def file_at(name: str, file: str, commit: str) -> Path:
+    """One file of a commit, downloaded where the cache lacks it.
+
+    Raises:
+        InputError: the hub refuses, or cannot be reached.
+    """
+    try:
+        return Path(asked(name, commit, lambda: _download(name, file, commit)))
+    except Unreachable as error:
         raise InputError(f"{name}: {error}", "run it again: what was downloaded stays") from error
-    return folder
+
+
+def _listed(name: str, revision: str | None) -> Repository:
+    """The repository at the commit of a revision.
+
+    Raises:
+        InputError: as `folder_of`.
+        Unreachable: the hub does not answer.
+    """
+    info = asked(
+        name,
+        revision,
+        lambda: HfApi(constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True),
+    )
+    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+    chosen, left = _chosen(name, sizes)
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    return Repository(
+        commit=str(info.sha),
+        folder=snapshots / str(info.sha),
+        sizes=sizes,
+        chosen=tuple(chosen),
+        left=left,
+    )
 
 
 def file_of(name: str, file: str, revision: str | None, progress: Progress) -> Path:
@@ -117,8 +167,8 @@ def file_of(name: str, file: str, revision: str | None, progress: Progress) -> P
     """
     progress.say(f"source: {file} of {name}")
     try:
-        return Path(_asked(name, revision, lambda: _download(name, file, revision)))
-    except (_Unreachable, LocalEntryNotFoundError) as error:
+        return Path(asked(name, revision, lambda: _download(name, file, revision)))
+    except (Unreachable, LocalEntryNotFoundError) as error:
         raise InputError(
             f"{name}: {file} is not in the cache ({error})", "connect to the hub, or give a file"
         ) from error
@@ -143,16 +193,16 @@ def _download(name: str, file: str, revision: str | None) -> str:
     )
 
 
-class _Unreachable(Exception):
+class Unreachable(Exception):
     """The hub does not answer."""
 
 
-def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result:
+def asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result:
     """The hub's answer.
 
     Raises:
         InputError: the hub refuses.
-        _Unreachable: the hub does not answer.
+        Unreachable: the hub does not answer.
     """
     try:
         return ask()
@@ -170,24 +220,24 @@ def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result
             f"{name}: has no revision {revision!r}", "name a branch, a tag or a commit"
         ) from error
     except OfflineModeIsEnabled as error:
-        raise _Unreachable("HF_HUB_OFFLINE is set") from error
+        raise Unreachable("HF_HUB_OFFLINE is set") from error
     except LocalEntryNotFoundError as error:  # huggingface_hub's word for a connection that fails
-        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+        raise Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no status")
         if isinstance(status, int) and status < 500 and status != 429:
             raise InputError(
                 f"{name}: the hub answers {status}", "check the name, --revision and HF_TOKEN"
             ) from error
-        raise _Unreachable(f"{constants.ENDPOINT} answers {status}") from error
+        raise Unreachable(f"{constants.ENDPOINT} answers {status}") from error
     except OSError as error:
         if type(error).__module__.partition(".")[0] in ("builtins", "shutil"):  # the disk
             raise
-        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+        raise Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
     except Exception as error:
         # what the library's client raises, whichever it is
         if type(error).__module__.partition(".")[0].startswith("http"):
-            raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+            raise Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
         raise
 
 
@@ -198,11 +248,15 @@ def _cached(name: str, revision: str | None, *, why: str) -> Path:
         InputError: it has none.
     """
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
             )
         )
+        # `plan` and `inspect` fetch what describes a model, and no weights
+        if not any(folder.glob(_WEIGHTS)):
+            raise FileNotFoundError(f"{folder}: no weights")
+        return folder
     # the library raises several, all of which mean that the snapshot is not there
     except Exception as error:
         at = "" if revision is None else f" at {revision}"
@@ -210,23 +264,33 @@ def _cached(name: str, revision: str | None, *, why: str) -> Path:
         raise InputError(cause, "give a folder or a GGUF file, or connect to the hub") from error
 
 
-def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
-    """Files of a repository that are taken, sorted.
+def _chosen(name: str, files: Mapping[str, int]) -> tuple[list[str], str]:
+    """Files of a repository that are taken, sorted, and a line on those that are not.
+
+    Args:
+        name: `org/name`.
+        files: name -> bytes of everything in it.
 
     Raises:
         InputError: none of them is safetensors.
     """
-    top = sorted(file for file in files if os.sep not in file)
-    if MANIFEST_NAME in top:  # an artifact, whose manifest names all of its files
-        return top
-    chosen = [
-        file
-        for file in top
-        if any(fnmatchcase(file, pattern) for pattern in _TAKEN)
-        and not any(fnmatchcase(file, pattern) for pattern in _LEFT)
-    ]
-    if any(file.endswith(".safetensors") for file in chosen):
-        return chosen
+    beside = side_files(files, code=True)
+    top = sorted(file for file in files if "/" not in file)
+    # the manifest of an artifact names every file of its top folder
+    taken = (
+        set(top)
+        if MANIFEST_NAME in files
+        else _READ & set(top)
+        | {
+            file
+            for file in top
+            if fnmatchcase(file, _WEIGHTS) and not fnmatchcase(file, _OTHER_WEIGHTS)
+        }
+    )
+    if any(fnmatchcase(file, _WEIGHTS) for file in taken):
+        taken |= set(beside.copied)
+        left = {file: why for file, why in beside.left.items() if file not in taken}
+        return sorted(taken), str(SideFiles(copied=(), left=left))
     pickles = [file for file in top if file.endswith(PICKLES)]
     if pickles:
         folder = name.rpartition("/")[2]

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from quantflow.errors import InputError
-from quantflow.files.checkpoint import PICKLES
+from quantflow.files.side_file_kinds import PICKLES
 from quantflow.progress import Progress
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name

@@ -28,7 +28,7 @@ VERBS = (
         "chat",
         "bench",
     ),
-    *("inspect", "verify", "sign", "diff", "calibration"),
+    *("inspect", "verify", "sign", "push", "diff", "calibration"),
 )
 
 

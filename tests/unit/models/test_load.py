@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -339,4 +340,34 @@ def test_a_damaged_tokenizer_is_refused(folder):
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
     with pytest.raises(InputError, match="no usable tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "package", "extra"),
+    [
+        ("tokenizer.model", b"\n\x0e\n\x05<unk>", "sentencepiece", "tokenizers"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken", "tokenizers"),
+        ("tiktoken.model", b"IQ== 0\nIg== 1\n", "tiktoken", "tokenizers"),
+        ("tekken.json", b"{}", "mistral-common", "mistral"),
+    ],
+)
+def test_a_package_that_a_tokenizer_needs_is_named(
+    folder, monkeypatch, file, content, package, extra
+):
+    for module in ("sentencepiece", "tiktoken", "mistral_common"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    (folder / file).write_bytes(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    said = rf"{file}: read by {package}, which is not installed; pip install 'quantflow\[{extra}\]'"
+    with pytest.raises(UnsupportedError, match=said):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_is_code_is_not_run_and_not_taken_for_a_missing_package(folder):
+    (folder / "tiktoken.model").write_bytes(b"IQ== 0\n")
+    (folder / "mine.py").write_text("raise SystemExit('run')")
+    named = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(InputError, match="its tokenizer is code of its own, which is not run here"):
         load_tokenizer(folder)

@@ -1,15 +1,12 @@
 """A model by its name on the hub: downloaded once, taken from the cache, or refused."""
 
-import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pytest
 from huggingface_hub import constants
@@ -20,92 +17,23 @@ from quantflow.errors import InputError
 from quantflow.exporting.job import ExportJob
 from quantflow.files.origin import origin_of
 from quantflow.planning.recipe import Export, Quantize
-from quantflow.progress import SILENT
+from quantflow.progress import SILENT, Silent
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.generate_job import GenerateJob
 from quantflow.server import in_folders
 from quantflow.server.settings import ServeJob
 from quantflow.sources.models import model_folder, names_model
-
-COMMIT, OLDER = "a" * 40, "b" * 40
-TOKEN = "hf_" + "secret" * 5
+from tests.hub_server import COMMIT, OLDER, TOKEN, Hub, serving
 
 
-class Hub(ThreadingHTTPServer):
-    """Repositories as folders: org/name -> (folder, private)."""
+class Told(Silent):
+    """A progress that keeps its lines."""
 
-    def __init__(self, repositories: dict[str, tuple[Path, bool]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.repositories, self.asked, self.tokens = repositories, [], set()
+    def __init__(self) -> None:
+        self.lines: list[str] = []
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Answers(BaseHTTPRequestHandler):
-    """The hub's API as far as a download needs it.
-
-    It has model info of a revision, and files with their ETag and commit.
-    """
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET(body=False)
-
-    def do_GET(self, *, body: bool = True) -> None:
-        parts = urlparse(self.path).path.strip("/").split("/")
-        self.server.asked.append((self.command, self.path))
-        self.server.tokens.add(self.headers.get("Authorization"))
-        api = parts[:2] == ["api", "models"]
-        name = "/".join(parts[2:4] if api else parts[:2])
-        folder, private = self.server.repositories.get(name, (None, False))
-        if folder is None or (private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
-            return self._say(
-                401,
-                b"{}",
-                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-            )
-        revision = (parts[5] if len(parts) > 5 else "main") if api else parts[3]
-        commit = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER, OLDER: OLDER}.get(revision)
-        if commit is None:
-            return self._say(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        files = {
-            path.relative_to(folder).as_posix(): path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        if api:
-            siblings = [
-                {"rfilename": file, "size": path.stat().st_size} for file, path in files.items()
-            ]
-            return self._say(
-                200,
-                json.dumps(
-                    {"id": name, "modelId": name, "sha": commit, "siblings": siblings}
-                ).encode(),
-                {},
-            )
-        file = "/".join(parts[4:])
-        if file not in files:
-            return self._say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-        data = files[file].read_bytes()
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
-        self._say(200, data, headers, body=body)
-
-    def _say(self, status: int, data: bytes, headers: dict[str, str], *, body: bool = True) -> None:
-        self.send_response(status)
-        for key, value in {
-            "Content-Length": str(len(data)),
-            "Content-Type": "application/json",
-            **headers,
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body and self.command != "HEAD":
-            self.wfile.write(data)
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture
@@ -125,19 +53,8 @@ def hub(llama, tmp_path, monkeypatch) -> Iterator[Hub]:
             "org/packed": (packed, False),
         }
     )
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", server.address)
-    monkeypatch.setattr(
-        constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        server.address + "/{repo_id}/resolve/{revision}/{filename}",
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(server, monkeypatch, cache=tmp_path / "cache"):
+        yield server
 
 
 def test_a_model_is_downloaded_once_at_the_commit_of_its_revision(hub, llama, tmp_path):
@@ -342,3 +259,24 @@ def test_of_an_artifact_on_the_hub_every_file_is_taken(hub, llama, tmp_path):
     assert {path.name for path in model_folder("org/fp8", progress=SILENT).iterdir()} == {
         path.name for path in made.iterdir()
     }
+
+
+def test_sub_folders_come_where_a_runtime_reads_them_and_the_rest_is_named(hub, llama, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    beside = ("additional_chat_templates/tool_use.jinja", "tekken.json", "tokenization_x.py")
+    other = ("onnx/model.onnx", "onnx/config.json", "original/params.json", "figures/a.png")
+    for name in (*beside, *other, "consolidated.safetensors", "pytorch_model.bin", "README.md"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    hub.repositories["org/full"] = (model, False)
+    told = Told()
+    folder = model_folder("org/full", progress=told)
+    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert here == {path.name for path in llama.iterdir()} | set(beside)
+    assert told.lines[1] == (
+        "source: left on the hub: consolidated.safetensors, figures/, onnx/, original/, "
+        "pytorch_model.bin (not part of what a runtime loads)"
+    )
+    again = Told()
+    assert model_folder("org/full", progress=again) == folder and again.lines == []
