@@ -16,8 +16,13 @@ tensors get the released names:
     absent     patterns of what transformers writes and the repository does not hold
     dtype      of all tensors; `dtypes` has pattern -> dtype where some differ
     quantized  {"layout": ..., "linears": PATTERN, "but": PATTERN}: see _released_layouts
+    built_as   the type of transformers that has these modules, where it does not know the
+               repository's own; `none` where no type has them, and all tensors are in `extra`
+    written    `modules` where the repository holds the names of transformers' modules, which merge
+               what other repositories of the type hold one by one
     layout     safetensors, shards (with an index), bin, or bin shards
     files      side files: a name, or [name, content]
+    tokenizer  `none` where no tokenizer.json is released; else the example's is put there
 """
 
 import json
@@ -90,7 +95,7 @@ def write_repository(entry: Entry, folder: Path, *, plain: Path | None = None) -
     folder.mkdir(parents=True)
     config = tiny_config(entry)
     with tempfile.TemporaryDirectory() as build:
-        tensors = _built(config, Path(build), plain=plain)
+        tensors = _built(entry, Path(build), plain=plain)
     tensors = _released(tensors, entry)
     quantized = entry.get("quantized")
     if quantized:
@@ -98,7 +103,7 @@ def write_repository(entry: Entry, folder: Path, *, plain: Path | None = None) -
     _check_names(tensors, entry)
     _write_weights(tensors, entry.get("layout", "safetensors"), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in TOKENIZER_FILES:
+    for name in TOKENIZER_FILES if entry.get("tokenizer") != "none" else ():
         shutil.copyfile(EXAMPLE / name, folder / name)
     for item in entry.get("files", ()):
         _write_side_file(item, folder, tensors, config)
@@ -135,8 +140,13 @@ def _class_of(config: dict[str, Any], own: PreTrainedConfig) -> Any:
     return auto_class(own)._model_mapping[type(own)]
 
 
-def _built(config: dict[str, Any], build: Path, *, plain: Path | None) -> Tensors:
+def _built(entry: Entry, build: Path, *, plain: Path | None) -> Tensors:
     """The tensors that transformers writes of a random model."""
+    config, kind = tiny_config(entry), entry.get("built_as")
+    if kind == "none":
+        return {}
+    if kind:
+        config = {**config, "model_type": kind, "architectures": [], "auto_map": {}}
     own = read_config(config, build)
     torch.manual_seed(0)
     model = _class_of(config, own)._from_config(own, dtype=torch.float32)
@@ -147,7 +157,7 @@ def _built(config: dict[str, Any], build: Path, *, plain: Path | None) -> Tensor
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.05)
     saved = plain or build / "saved"
-    model.save_pretrained(saved)
+    model.save_pretrained(saved, save_original_format=entry.get("written") != "modules")
     if plain:
         for name in TOKENIZER_FILES:
             shutil.copyfile(EXAMPLE / name, plain / name)

@@ -14,7 +14,7 @@ export with its proof, verify, generate, and stock transformers, which must load
 no key missing, mismatched or unexpected that is not so with the source, and answer nearly as it
 answers with the source. One that is quantized already is inspected and generated from, and its
 dequantized weights must answer nearly as the model did before. One that has to be refused says
-with which words, and every command that loads it must say them.
+with which words, and which commands must say them.
 
 One process imports torch and transformers; every repository runs in a fork of it, and so does each
 proof. It exits 1 when a repository could not be made, or when something of ours refuses an
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from _forks import ForkError, first_line, in_fork
@@ -292,26 +293,28 @@ def _as_source(artifact: Path, source: Seen | None, near: float) -> None:
         raise ValueError(told)
 
 
-def _refused(sentence: str, folder: Path) -> None:
-    """Ask the commands that load a model; each must refuse with the sentence.
+def _refused(refused: Mapping[str, Any], folder: Path) -> None:
+    """Ask the commands that must refuse a model; each has to say the sentence.
 
     Raises:
         ValueError: one of them went on, or says something else.
     """
     model = folder / "model"
-    for words in (
-        ("plan", model, "--for", "W4A16"),
-        *(
-            ("quantize", model, "-o", folder / scheme, "--scheme", scheme, "--no-export", *WORDS)
+    commands: dict[str, tuple[str | Path, ...]] = {
+        "plan": ("plan", model, "--for", "W4A16"),
+        **{
+            scheme: ("quantize", model, "-o", folder / scheme, "--scheme", scheme, *WORDS)
             for scheme in SCHEMES
-        ),
-        ("generate", model, "--prompt", "def main", "--max-new-tokens", "4"),
-    ):
-        code, said = _ran(*words)
+        },
+        "generate": ("generate", model, "--prompt", "def main", "--max-new-tokens", "4"),
+        "dequantize": ("quantize", "--dequantize", model, "-o", folder / "dequantized"),
+    }
+    for by in refused.get("by", [name for name in commands if name != "dequantize"]):
+        code, said = _ran(*commands[by])
         if code == 0:
-            raise ValueError(f"{words[0]} does not refuse it")
-        if not re.search(sentence, said):
-            raise ValueError(f"{words[0]}: exit {code}: {' / '.join(said.splitlines()[-2:])}")
+            raise ValueError(f"{by} does not refuse it")
+        if not re.search(refused["says"], said):
+            raise ValueError(f"{by}: exit {code}: {' / '.join(said.splitlines()[-2:])}")
 
 
 def page_text(chosen: Mapping[str, Entry], rows: Mapping[str, Steps]) -> str:
