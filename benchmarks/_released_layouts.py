@@ -168,7 +168,7 @@ def _nf4(weight: torch.Tensor) -> Tensors:
         "weight.absmax": (amax / amax.max() * 255).to(torch.uint8),
         "weight.nested_absmax": amax.max()[None],
         "weight.nested_quant_map": torch.linspace(-1, 1, 256),
-        "weight.quant_map": NF4,
+        "weight.quant_map": NF4.clone(),
         "weight.quant_state.bitsandbytes__nf4": torch.zeros(96, dtype=torch.uint8),
     }
 

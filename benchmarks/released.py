@@ -12,8 +12,8 @@ model (_released_models.py), whose tensors must be called exactly as the release
 Then it goes through the commands: inspect, plan, and for W4A16 (gptq) and FP8_DYNAMIC: quantize,
 export with its proof, verify, generate, and stock transformers, which must load the artifact with
 no key missing, mismatched or unexpected that is not so with the source, and answer nearly as it
-answers with the source. One that is quantized already is inspected and generated from, and its
-dequantized weights must answer nearly as the model did before. One that has to be refused says
+answers with the source. One that is quantized already is inspected and generated from, its
+dequantized weights must answer nearly as the model did before, and they are quantized again. One that has to be refused says
 with which words, and which commands must say them.
 
 One process imports torch and transformers; every repository runs in a fork of it, and so does each
@@ -53,7 +53,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 SCHEMES = ("W4A16", "FP8_DYNAMIC")
 OPENED = ("source", "inspect", "plan")
 OF_A_SCHEME = ("quantize", "export", "verify", "generate", "stock")
-OF_QUANTIZED = ("generate", "dequantize", "same")
+OF_QUANTIZED = ("generate", "dequantize", "same", "again")
 MADE, REFUSED = "made", "refused"
 COLUMNS = (
     *OPENED,
@@ -201,10 +201,14 @@ def _of_quantized(folder: Path) -> Steps:
     found = {
         "inspect": _reason(partial(_command, "inspect", model)),
         "generate": _reason(partial(_generated, model)),
-        "dequantize": _reason(partial(_command, "quantize", "--dequantize", model, "-o", opened)),
+        "dequantize": _reason(
+            partial(_command, "export", model, "-o", opened, "--format", "dequantized")
+        ),
     }
     if found["dequantize"] is None:
         found["same"] = _reason(lambda: _as_source(opened, _stock(plain), NEAR["same"]))
+    words = ("quantize", "--dequantize", model, "-o", folder / "again", "--no-export")
+    found["again"] = _reason(partial(_command, *words, "--scheme", "FP8_DYNAMIC"))
     return found
 
 
@@ -307,7 +311,7 @@ def _refused(refused: Mapping[str, Any], folder: Path) -> None:
             for scheme in SCHEMES
         },
         "generate": ("generate", model, "--prompt", "def main", "--max-new-tokens", "4"),
-        "dequantize": ("quantize", "--dequantize", model, "-o", folder / "dequantized"),
+        "dequantize": ("export", model, "-o", folder / "dequantized", "--format", "dequantized"),
     }
     for by in refused.get("by", [name for name in commands if name != "dequantize"]):
         code, said = _ran(*commands[by])
