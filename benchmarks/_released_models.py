@@ -22,12 +22,17 @@ tensors get the released names:
                what other repositories of the type hold one by one
     layout     safetensors, shards (with an index), bin, or bin shards
     files      side files: a name, or [name, content]
-    tokenizer  `none` where no tokenizer.json is released; else the example's is put there
+    tokenizer  `none` where no tokenizer.json is released, `sentencepiece` where tokenizer.model
+               stands alone; else the example's is put there
+    refused    {"says": PATTERN, "by": [commands]} where it has to be refused
+    needs      the same with "module", where it is refused only if that is not installed
 """
 
+import base64
 import json
 import re
 import shutil
+import string
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +45,7 @@ from _synthetic import TOKENIZER_FILES
 from _tiny_models import EXAMPLE, auto_class
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
 ENTRIES = Path(__file__).resolve().parent / "released"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
@@ -103,8 +109,11 @@ def write_repository(entry: Entry, folder: Path, *, plain: Path | None = None) -
     _check_names(tensors, entry)
     _write_weights(tensors, entry.get("layout", "safetensors"), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in TOKENIZER_FILES if entry.get("tokenizer") != "none" else ():
-        shutil.copyfile(EXAMPLE / name, folder / name)
+    if entry.get("tokenizer") == "sentencepiece":
+        _write_sentencepiece(folder)
+    elif entry.get("tokenizer") != "none":
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(EXAMPLE / name, folder / name)
     for item in entry.get("files", ()):
         _write_side_file(item, folder, tensors, config)
 
@@ -262,10 +271,10 @@ def _write_side_file(
         save_file(_consolidated(tensors), path, metadata={"format": "pt"})
     elif name == "pytorch_model.bin":
         torch.save(tensors, path)
-    elif name in TOKENIZER_FILES:
-        return
     elif path.suffix in (".onnx", ".pth", ".gguf", ".h5", ".msgpack", ".ot"):
         path.write_text(POINTER.format("0" * 64))  # as a clone without its large files has it
+    elif name == "tekken.json":
+        path.write_text(json.dumps(_tekken()))
     elif name == "params.json":
         path.write_text(json.dumps({"dim": config.get("hidden_size"), "vocab_size": 4096}))
     elif path.suffix == ".json":
@@ -274,6 +283,42 @@ def _write_side_file(
         path.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     else:
         path.write_text(f"{name}\n")
+
+
+def _write_sentencepiece(folder: Path) -> None:
+    """A SentencePiece model of bytes and letters, and no tokenizer.json beside it."""
+    model = sentencepiece.ModelProto()
+    specials = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]
+    letters = [(letter, 1) for letter in "\u2581" + string.printable[:94]]
+    for piece, kind in (*specials, *((f"<0x{i:02X}>", 6) for i in range(256)), *letters):
+        model.pieces.add(piece=piece, score=-float(len(model.pieces)), type=kind)
+    model.trainer_spec.model_type = 2  # BPE
+    model.trainer_spec.byte_fallback = True
+    model.trainer_spec.unk_id, model.trainer_spec.bos_id, model.trainer_spec.eos_id = 0, 1, 2
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    told = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    told |= {"unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _tekken() -> dict[str, Any]:
+    """Mistral's own tokenizer file, with all bytes and no merges."""
+    specials = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    marks = [
+        {"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(specials)
+    ]
+    vocabulary = [
+        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None}
+        for i in range(256)
+    ]
+    config = {
+        "pattern": r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+",
+        "num_vocab_tokens": len(vocabulary),
+        "default_vocab_size": len(vocabulary) + len(marks),
+        "default_num_special_tokens": len(marks),
+        "version": "v11",
+    }
+    return {"config": config, "vocab": vocabulary, "special_tokens": marks}
 
 
 def _consolidated(tensors: Tensors) -> Tensors:

@@ -13,8 +13,8 @@ Then it goes through the commands: inspect, plan, and for W4A16 (gptq) and FP8_D
 export with its proof, verify, generate, and stock transformers, which must load the artifact with
 no key missing, mismatched or unexpected that is not so with the source, and answer nearly as it
 answers with the source. One that is quantized already is inspected and generated from, its
-dequantized weights must answer nearly as the model did before, and they are quantized again. One that has to be refused says
-with which words, and which commands must say them.
+dequantized weights must answer nearly as the model did before, and they are quantized again. One
+that has to be refused says with which words, and which commands must say them.
 
 One process imports torch and transformers; every repository runs in a fork of it, and so does each
 proof. It exits 1 when a repository could not be made, or when something of ours refuses an
@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,23 @@ def _folder(work: Path | None, name: str) -> Iterator[Path]:
 
 def applies(entry: Entry) -> tuple[str, ...]:
     """The steps that a repository has to pass."""
-    if "refused" in entry:
+    if refusal(entry):
         return (REFUSED,)
     if "quantized" in entry:
         return ("inspect", *OF_QUANTIZED)
     return (*OPENED, *(f"{scheme} {step}" for scheme in SCHEMES for step in OF_A_SCHEME))
+
+
+def refusal(entry: Entry) -> dict[str, Any] | None:
+    """The words with which a repository has to be refused, and the commands that must say them.
+
+    One that `needs` a module is refused only where that is not installed.
+    """
+    needs: dict[str, Any] | None = entry.get("needs")
+    if needs and find_spec(needs["module"]) is None:
+        return needs
+    told: dict[str, Any] | None = entry.get("refused")
+    return told
 
 
 def refused_later(steps: Steps) -> list[str]:
@@ -164,8 +177,9 @@ def _steps(entry: Entry, folder: Path) -> Steps:
     except Untrue as error:
         return {MADE: str(error)}
     found: Steps = {MADE: None}
-    if "refused" in entry:
-        return found | {REFUSED: _reason(partial(_refused, entry["refused"], folder))}
+    told = refusal(entry)
+    if told:
+        return found | {REFUSED: _reason(partial(_refused, told, folder))}
     if "quantized" in entry:
         return found | _of_quantized(folder)
     source: dict[str, Seen] = {}
