@@ -1,0 +1,410 @@
+"""Released repositories, as they lie on the hub, through every command.
+
+    python benchmarks/released.py                        # all, some seconds each
+    python benchmarks/released.py --only gpt2 qwen       # those whose name contains one of these
+    python benchmarks/released.py --table                # run nothing, print what was found
+    python benchmarks/released.py --table --write-docs   # write it into docs/released.md too
+
+Each entry of released/ is one repository of the hub: its config.json, the names, dtypes and layout
+of its tensors, and its side files, from public sources that it cites. It is made as a tiny random
+model (_released_models.py), whose tensors must be called exactly as the released ones are.
+
+Then it goes through the commands: inspect, plan, and for W4A16 (gptq) and FP8_DYNAMIC: quantize,
+export with its proof, verify, generate, and stock transformers, which must load the artifact with
+no key missing, mismatched or unexpected that is not so with the source, and answer nearly as it
+answers with the source. One that is quantized already is inspected and generated from, its
+dequantized weights must answer nearly as the model did before, and they are quantized again. One
+that has to be refused says with which words, and which commands must say them.
+
+One process imports torch and transformers; every repository runs in a fork of it, and so does each
+proof. It exits 1 when a repository could not be made, or when something of ours refuses an
+artifact that `export` gave out as proved.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from _forks import ForkError, first_line, in_fork
+from _released_models import Entry, Untrue, entries, write_repository
+from _released_stock import Seen, difference, look
+from families import _ForkedProver
+from transformers.utils import logging
+
+import quantflow
+from quantflow.errors import QuantflowError
+from quantflow.planning.recipe import Export
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "released.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+SCHEMES = ("W4A16", "FP8_DYNAMIC")
+OPENED = ("source", "inspect", "plan")
+OF_A_SCHEME = ("quantize", "export", "verify", "generate", "stock")
+OF_QUANTIZED = ("generate", "dequantize", "same", "again")
+MADE, REFUSED = "made", "refused"
+COLUMNS = (
+    *OPENED,
+    *(f"{scheme} {step}" for scheme in SCHEMES for step in OF_A_SCHEME),
+    *OF_QUANTIZED,
+    REFUSED,
+)
+# of the logits' norm: what 4 and 8 bits cost a random model, far below what a wrong weight does
+NEAR = {"W4A16": 0.5, "FP8_DYNAMIC": 0.3, "same": 0.5}
+SECONDS = 300  # that a repository may take
+WORDS = ("--samples", "8", "--sequence-length", "64")  # of the calibration text
+
+Steps = dict[str, str | None]  # step -> None where it passed, or the reason why it did not
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the repositories that were named, or all; return 1 where an artifact is refused."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="parts of names (default: all)")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep what is made here")
+    parser.add_argument("--results", type=Path, metavar="FILE", default=HERE / "released.json")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what FILE holds")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/released.md")
+    parser.add_argument("--debug", action="store_true", help="show what the forks print")
+    given = parser.parse_args(words)
+    chosen = entries(given.only)
+    rows: dict[str, Steps] = (
+        json.loads(given.results.read_text()) if given.results.is_file() else {}
+    )
+    if not given.table:
+        _run_all(chosen, rows, given)
+    told = {name: rows[name] for name in chosen if name in rows}
+    print(page_text(chosen, told))
+    if given.write_docs:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        text = page_text(chosen, told)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    return int(any(refused_later(steps) or steps.get(MADE) for steps in told.values()))
+
+
+def _run_all(
+    chosen: Mapping[str, Entry], rows: dict[str, Steps], given: argparse.Namespace
+) -> None:
+    """Run each repository in a fork, and keep what was found in the file after each."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # threads do not come along into a fork
+    for name, entry in chosen.items():
+        began = time.monotonic()
+        with _folder(given.work, name) as folder:
+            try:
+                steps = in_fork(partial(_steps, entry, folder), seconds=SECONDS, debug=given.debug)
+            except ForkError as error:
+                steps = {MADE: str(error)}
+        steps = {step: _without(folder, reason) for step, reason in steps.items()}
+        failed = [f"{step}: {reason}" for step, reason in steps.items() if reason]
+        took = time.monotonic() - began
+        print(f"{name:28} {took:5.1f} s  {failed or 'passes'}", file=sys.stderr, flush=True)
+        rows[name] = steps
+        beside = given.results.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        beside.replace(given.results)
+
+
+def _without(folder: Path, reason: str | None) -> str | None:
+    """A reason without the folder, which has another name in each run."""
+    return reason and reason.replace(f"{folder}/", "").replace(f"file://{folder}", "")
+
+
+@contextlib.contextmanager
+def _folder(work: Path | None, name: str) -> Iterator[Path]:
+    """A folder for one repository: a new one below `work`, or one that is deleted afterwards."""
+    if work is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    else:
+        (work / name).mkdir(parents=True)
+        yield work / name
+
+
+def applies(entry: Entry) -> tuple[str, ...]:
+    """The steps that a repository has to pass."""
+    if refusal(entry):
+        return (REFUSED,)
+    if "quantized" in entry:
+        return ("inspect", *OF_QUANTIZED)
+    return (*OPENED, *(f"{scheme} {step}" for scheme in SCHEMES for step in OF_A_SCHEME))
+
+
+def refusal(entry: Entry) -> dict[str, Any] | None:
+    """The words with which a repository has to be refused, and the commands that must say them.
+
+    One that `needs` a module is refused only where that is not installed.
+    """
+    needs: dict[str, Any] | None = entry.get("needs")
+    if needs and find_spec(needs["module"]) is None:
+        return needs
+    told: dict[str, Any] | None = entry.get("refused")
+    return told
+
+
+def refused_later(steps: Steps) -> list[str]:
+    """The steps at which ours refused an artifact that `export` had given out as proved."""
+    return [
+        f"{scheme} {step}"
+        for scheme in SCHEMES
+        if steps.get(f"{scheme} export", "") is None
+        for step in ("verify", "generate")
+        if steps.get(f"{scheme} {step}")
+    ]
+
+
+def _steps(entry: Entry, folder: Path) -> Steps:
+    """What became of each step that was reached."""
+    model = folder / "model"
+    try:
+        write_repository(entry, model, plain=folder / "plain")
+    except Untrue as error:
+        return {MADE: str(error)}
+    found: Steps = {MADE: None}
+    told = refusal(entry)
+    if told:
+        return found | {REFUSED: _reason(partial(_refused, told, folder))}
+    if "quantized" in entry:
+        return found | _of_quantized(folder)
+    source: dict[str, Seen] = {}
+    found["source"] = _reason(lambda: source.update(seen=_stock(model)))
+    found["inspect"] = _reason(partial(_command, "inspect", model))
+    found["plan"] = _reason(
+        partial(_command, "plan", model, "--for", ",".join(f"{s}" for s in SCHEMES), *WORDS)
+    )
+    for scheme in SCHEMES:
+        found |= _of_scheme(scheme, folder, source.get("seen"), mixture=_is_mixture(entry))
+    return found
+
+
+def _of_scheme(scheme: str, folder: Path, source: Seen | None, *, mixture: bool) -> Steps:
+    """The steps of a scheme, up to the first that has no result for the next."""
+    model, layers, artifact = folder / "model", folder / f"{scheme}-2", folder / scheme
+    more = ("--experts", "rtn") if mixture and scheme.endswith("A16") else ()
+    words = ("quantize", model, "-o", layers, "--no-export", "--scheme", scheme, *WORDS, *more)
+    found = {f"{scheme} quantize": _reason(partial(_command, *words))}
+    if found[f"{scheme} quantize"] is None:
+        found[f"{scheme} export"] = _reason(partial(_exported, layers, artifact, model))
+    if found.get(f"{scheme} export", "") is not None:
+        return found
+    found[f"{scheme} verify"] = _reason(partial(_command, "verify", artifact))
+    found[f"{scheme} generate"] = _reason(partial(_generated, artifact))
+    found[f"{scheme} stock"] = _reason(partial(_as_source, artifact, source, NEAR[scheme]))
+    return found
+
+
+def _of_quantized(folder: Path) -> Steps:
+    """The steps of a repository that is quantized already."""
+    model, plain, opened = folder / "model", folder / "plain", folder / "dequantized"
+    found = {
+        "inspect": _reason(partial(_command, "inspect", model)),
+        "generate": _reason(partial(_generated, model)),
+        "dequantize": _reason(
+            partial(_command, "export", model, "-o", opened, "--format", "dequantized")
+        ),
+    }
+    if found["dequantize"] is None:
+        found["same"] = _reason(lambda: _as_source(opened, _stock(plain), NEAR["same"]))
+    words = ("quantize", "--dequantize", model, "-o", folder / "again", "--no-export")
+    found["again"] = _reason(partial(_command, *words, "--scheme", "FP8_DYNAMIC"))
+    return found
+
+
+def _is_mixture(entry: Entry) -> bool:
+    return "expert" in json.dumps(entry["config"])
+
+
+def _reason(run: Callable[[], object]) -> str | None:
+    try:
+        run()
+    except QuantflowError as error:
+        return f"exit {error.exit_code}: {error.cause} / {error.remedy}"
+    except (_CommandFailed, ForkError) as error:
+        return str(error)
+    except Exception as error:
+        return first_line(error)
+    return None
+
+
+class _CommandFailed(Exception):
+    """A command that did not exit 0; the message has its exit code and its two lines."""
+
+
+def _command(*words: str | Path) -> str:
+    """What a command of quantflow prints to stderr, run in this process.
+
+    Raises:
+        _CommandFailed: it did not exit 0.
+    """
+    code, said = _ran(*words)
+    if code:
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        last = [i for i, line in enumerate(lines) if line.startswith("error: ")] or [-1]
+        text = " / ".join(lines[last[-1] :][:2]).removeprefix("error: ")
+        raise _CommandFailed(f"exit {code}: {text}")
+    return said
+
+
+def _ran(*words: str | Path) -> tuple[int, str]:
+    """Exit code and stderr of a command, run in this process."""
+    with tempfile.TemporaryFile("w+") as said:
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            code = exit_code(cli, [str(word) for word in words])
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+        said.seek(0)
+        text = said.read()
+    sys.stderr.write(text)
+    return code, text
+
+
+def _exported(layers: Path, artifact: Path, model: Path) -> None:
+    prover = _ForkedProver()
+    quantflow.export(layers, artifact, model=model, options=Export(), prover=prover)
+
+
+def _generated(artifact: Path) -> None:
+    _command("generate", artifact, "--prompt", "def main", "--max-new-tokens", "4", "--quiet")
+
+
+def _stock(folder: Path) -> Seen:
+    """What stock transformers says of a folder.
+
+    Raises:
+        ForkError: it does not load it, or its logits are not finite.
+    """
+    seen: Seen = in_fork(partial(look, folder), seconds=SECONDS)
+    return seen
+
+
+def _as_source(artifact: Path, source: Seen | None, near: float) -> None:
+    """Compare stock transformers on an artifact with the same on its source.
+
+    Raises:
+        ValueError: keys, or the answer.
+    """
+    if source is None:
+        raise ValueError("transformers does not load the source")
+    told = difference(_stock(artifact), source, near)
+    if told:
+        raise ValueError(told)
+
+
+def _refused(refused: Mapping[str, Any], folder: Path) -> None:
+    """Ask the commands that must refuse a model; each has to say the sentence.
+
+    Raises:
+        ValueError: one of them went on, or says something else.
+    """
+    model = folder / "model"
+    commands: dict[str, tuple[str | Path, ...]] = {
+        "plan": ("plan", model, "--for", "W4A16"),
+        **{
+            scheme: ("quantize", model, "-o", folder / scheme, "--scheme", scheme, *WORDS)
+            for scheme in SCHEMES
+        },
+        "generate": ("generate", model, "--prompt", "def main", "--max-new-tokens", "4"),
+        "dequantize": ("export", model, "-o", folder / "dequantized", "--format", "dequantized"),
+    }
+    for by in refused.get("by", [name for name in commands if name != "dequantize"]):
+        code, said = _ran(*commands[by])
+        if code == 0:
+            raise ValueError(f"{by} does not refuse it")
+        if not re.search(refused["says"], said):
+            raise ValueError(f"{by}: exit {code}: {' / '.join(said.splitlines()[-2:])}")
+
+
+def page_text(chosen: Mapping[str, Entry], rows: Mapping[str, Steps]) -> str:
+    """The results as Markdown: the share of each step, a row per repository, the reasons."""
+    notes: list[str] = []
+    lines = [
+        f"| repository | {' | '.join((*OPENED, *OF_A_SCHEME, *OF_QUANTIZED, REFUSED))} |",
+        "|---|" + "---|" * (len(OPENED) + len(OF_A_SCHEME) + len(OF_QUANTIZED) + 1),
+    ]
+    for name, steps in rows.items():
+        told = _cells(chosen[name], steps, notes)
+        lines.append(f"| {chosen[name]['repository']} | {' | '.join(told)} |")
+    families = {chosen[name]["family"] for name in rows}
+    whole = [not any(_outcome(chosen[n], s, rows[n]) for s in applies(chosen[n])) for n in rows]
+    shares = [
+        f"{len(rows)} repositories of {len(families)} families; {_share(whole)} pass every step.",
+        "",
+        *(f"- {step}: {_share(found)}" for step, found in _by_step(chosen, rows)),
+    ]
+    reasons = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    return "\n".join([*shares, "", *lines, "", *reasons]).strip()
+
+
+def _by_step(
+    chosen: Mapping[str, Entry], rows: Mapping[str, Steps]
+) -> Iterator[tuple[str, list[bool]]]:
+    """Each step with whether each repository that has to pass it did."""
+    for step in COLUMNS:
+        found = [
+            _outcome(chosen[name], step, steps) is None
+            for name, steps in rows.items()
+            if step in applies(chosen[name])
+        ]
+        if found:
+            yield step, found
+
+
+def _share(passed: Sequence[bool]) -> str:
+    return f"{sum(passed)} of {len(passed)} ({sum(passed) / max(1, len(passed)):.0%})"
+
+
+def _outcome(entry: Entry, step: str, steps: Steps) -> str | None:
+    """None where a step passed, the reason where it failed, `not reached` where it never ran."""
+    del entry
+    if steps.get(MADE):
+        return steps[MADE]
+    return steps.get(step, "not reached")
+
+
+def _cells(entry: Entry, steps: Steps, notes: list[str]) -> list[str]:
+    """A cell per column; both schemes share the columns of theirs, W4A16 before FP8_DYNAMIC."""
+    own = applies(entry)
+    cells = []
+    for column in (*OPENED, *OF_A_SCHEME, *OF_QUANTIZED, REFUSED):
+        both = [f"{scheme} {column}" for scheme in SCHEMES if f"{scheme} {column}" in own]
+        names = both or ([column] if column in own else [])
+        told = [_cell(entry, name, steps, notes) for name in names]
+        cells.append(told[0] if len(set(told)) == 1 else ", ".join(told))
+    return cells
+
+
+def _cell(entry: Entry, step: str, steps: Steps, notes: list[str]) -> str:
+    reason = _outcome(entry, step, steps)
+    if reason is None:
+        return "yes"
+    if reason == "not reached":
+        return "-"
+    note = f"{entry['repository']}: {reason}"
+    if note not in notes:
+        notes.append(note)
+    return f"no ({notes.index(note) + 1})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
