@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from quantflow.core.scheme import LinearScheme
-from quantflow.files.ledger import LedgerEntry
+from quantflow.files.ledger import UNUSED, LedgerEntry
 from quantflow.models.graph import Graph
 from quantflow.models.open import ModelFiles
 from quantflow.planning.head import HeadPlan
@@ -37,7 +37,7 @@ def tensor_entries(
         becomes: tuple[str, ...] = (name,)
         action, reason = "copied", "not a linear of a decoder layer"
         if name in source.checkpoint.unused:
-            reason = f"unused: {source.checkpoint.unused[name].reason}"
+            reason = f"{UNUSED}{source.checkpoint.unused[name].reason}"
         elif name in source.checkpoint.whole:
             becomes, action, reason = _of_parts(source.checkpoint.whole[name][2], schemes, encoder)
         elif name.endswith(".weight") and linear in schemes:

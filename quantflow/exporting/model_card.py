@@ -9,6 +9,7 @@ from typing import Any
 
 from quantflow.algorithms import TUNE
 from quantflow.files.inspect import output_errors
+from quantflow.files.ledger import UNUSED
 from quantflow.planning.finished_plan import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -154,9 +155,9 @@ def harmless(text: str) -> str:
 def _unused(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
     """The row about tensors that no module has, where there are any."""
     reasons = [
-        entry["reason"].removeprefix("unused: ")
+        entry["reason"].removeprefix(UNUSED)
         for entry in tensors
-        if entry["reason"].startswith("unused: ")
+        if entry["reason"].startswith(UNUSED)
     ]
     counts = Counter(reasons)
     listed = "; ".join(f"{count} ({reason})" for reason, count in counts.items())

@@ -14,6 +14,7 @@ from quantflow.files.safetensors_header import TensorInfo, tensor_bytes
 
 Action = Literal["quantized", "copied", "changed", "dropped"]
 FileAction = Literal["copied", "rewritten", "dropped"]
+UNUSED = "unused: "  # beginning of the reason of a tensor that no module has
 _AGAIN = "quantize and export again from the intact source"
 _Entry = TypeVar("_Entry", "LedgerEntry", "FileEntry")
 

@@ -32,6 +32,7 @@ from quantflow.files.checkpoint import (
     open_checkpoint,
     refuse_quantized,
 )
+from quantflow.files.ledger import UNUSED
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
@@ -421,12 +422,15 @@ def _open_foreign(
 
 
 def _require_recorded(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> None:
-    """Refuse a tensor that no module has where the ledger does not say so.
+    """Refuse a tensor that no module has where the ledger does not call it unused.
 
     Raises:
         InputError: naming the tensor.
     """
-    recorded = {name for entry in manifest["ledger"]["tensors"] for name in entry["becomes"]}
+    entries = manifest["ledger"]["tensors"]
+    recorded = {
+        name for entry in entries if entry["reason"].startswith(UNUSED) for name in entry["becomes"]
+    }
     if foreign := sorted(checkpoint.unused.keys() - recorded):
         raise InputError(
             f"{foreign[0]}: in the checkpoint, but the model has no parameter {foreign[0]}",
