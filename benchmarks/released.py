@@ -292,10 +292,12 @@ def _stock(folder: Path) -> Seen:
     """What stock transformers says of a folder.
 
     Raises:
-        ForkError: it does not load it, or its logits are not finite.
+        ValueError: it does not load it, or its logits are not finite.
     """
-    seen: Seen = in_fork(partial(look, folder), seconds=SECONDS)
-    return seen
+    try:
+        return look(folder)
+    except Exception as error:  # whatever transformers raises, it is a finding
+        raise ValueError(f"transformers: {first_line(error)}") from error
 
 
 def _as_source(artifact: Path, source: Seen | None, near: float) -> None:
