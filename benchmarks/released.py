@@ -56,7 +56,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 SCHEMES = ("W4A16", "FP8_DYNAMIC")
 OPENED = ("source", "inspect", "plan")
 OF_A_SCHEME = ("quantize", "export", "verify", "files", "generate", "stock")
-OF_QUANTIZED = ("generate", "dequantize", "same", "again")
+OF_QUANTIZED = ("run", "dequantize", "same", "again")
 MADE, REFUSED = "made", "refused"
 COLUMNS = (
     *OPENED,
@@ -222,7 +222,7 @@ def _of_quantized(folder: Path) -> Steps:
     model, plain, opened = folder / "model", folder / "plain", folder / "dequantized"
     found = {
         "inspect": _reason(partial(_command, "inspect", model)),
-        "generate": _reason(partial(_generated, model)),
+        "run": _reason(partial(_generated, model)),
         "dequantize": _reason(
             partial(_command, "export", model, "-o", opened, "--format", "dequantized")
         ),
