@@ -374,8 +374,10 @@ def page_text(chosen: Mapping[str, Entry], rows: Mapping[str, Steps]) -> str:
         lines.append(f"| {chosen[name]['repository']} | {' | '.join(told)} |")
     families = {chosen[name]["family"] for name in rows}
     whole = [not any(_outcome(chosen[n], s, rows[n]) for s in applies(chosen[n])) for n in rows]
+    unknown = sum("not_looked_up" in chosen[name] for name in rows)
     shares = [
-        f"{len(rows)} repositories of {len(families)} families; {_share(whole)} pass every step.",
+        f"{len(rows)} repositories of {len(families)} families; {_share(whole)} pass every step. "
+        f"{unknown} entries name something that could not be looked up.",
         "",
         *(f"- {step}: {_share(found)}" for step, found in _by_step(chosen, rows)),
     ]
