@@ -128,8 +128,8 @@ def _merged(config: Mapping[str, Any], scaled: Mapping[str, Any]) -> dict[str, A
     found = dict(config)
     for key, value in scaled.items():
         old = found.get(key)
-        nested = isinstance(value, dict) and isinstance(old, dict)
-        found[key] = _merged(old, value) if nested else value
+        both = isinstance(value, dict) and isinstance(old, dict)
+        found[key] = _merged(old, value) if both and old is not None else value
     return found
 
 

@@ -10,11 +10,13 @@ of its tensors, and its side files, from public sources that it cites. It is mad
 model (_released_models.py), whose tensors must be called exactly as the released ones are.
 
 Then it goes through the commands: inspect, plan, and for W4A16 (gptq) and FP8_DYNAMIC: quantize,
-export with its proof, verify, generate, and stock transformers, which must load the artifact with
-no key missing, mismatched or unexpected that is not so with the source, and answer nearly as it
-answers with the source. One that is quantized already is inspected and generated from, its
-dequantized weights must answer nearly as the model did before, and they are quantized again. One
-that has to be refused says with which words, and which commands must say them.
+export with its proof, verify, a look for the side files, generate, and stock transformers. That
+must load the artifact with no key missing, mismatched or unexpected that is not so with the source,
+and answer nearly as it answers with the source.
+
+One that is quantized already is inspected and generated from, its dequantized weights must answer
+nearly as the model did before, and they are quantized again. One that has to be refused says with
+which words, and which commands must say them.
 
 One process imports torch and transformers; every repository runs in a fork of it, and so does each
 proof. It exits 1 when a repository could not be made, or when something of ours refuses an
@@ -53,8 +55,8 @@ PAGE = HERE.parent / "docs" / "released.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 SCHEMES = ("W4A16", "FP8_DYNAMIC")
 OPENED = ("source", "inspect", "plan")
-OF_A_SCHEME = ("quantize", "export", "verify", "generate", "stock")
-OF_QUANTIZED = ("generate", "dequantize", "same", "again")
+OF_A_SCHEME = ("quantize", "export", "verify", "files", "generate", "stock")
+OF_QUANTIZED = ("run", "dequantize", "same", "again")
 MADE, REFUSED = "made", "refused"
 COLUMNS = (
     *OPENED,
@@ -64,6 +66,11 @@ COLUMNS = (
 )
 # of the logits' norm: what 4 and 8 bits cost a random model, far below what a wrong weight does
 NEAR = {"W4A16": 0.5, "FP8_DYNAMIC": 0.3, "same": 0.5}
+# what a program that runs the artifact reads beside the weights, and what its licence asks for
+BESIDE = re.compile(
+    r"(tokenizer|tekken|tiktoken|spiece|sentencepiece|vocab|merges|special_tokens|added_tokens)"
+    r"|(processor|generation)_config|chat_template|LICENSE|NOTICE|(USE|USAGE)_POLICY"
+)
 SECONDS = 300  # that a repository may take
 WORDS = ("--samples", "8", "--sequence-length", "64")  # of the calibration text
 
@@ -204,6 +211,7 @@ def _of_scheme(scheme: str, folder: Path, source: Seen | None, *, mixture: bool)
     if found.get(f"{scheme} export", "") is not None:
         return found
     found[f"{scheme} verify"] = _reason(partial(_command, "verify", artifact))
+    found[f"{scheme} files"] = _reason(partial(_arrived, model, artifact))
     found[f"{scheme} generate"] = _reason(partial(_generated, artifact))
     found[f"{scheme} stock"] = _reason(partial(_as_source, artifact, source, NEAR[scheme]))
     return found
@@ -214,7 +222,7 @@ def _of_quantized(folder: Path) -> Steps:
     model, plain, opened = folder / "model", folder / "plain", folder / "dequantized"
     found = {
         "inspect": _reason(partial(_command, "inspect", model)),
-        "generate": _reason(partial(_generated, model)),
+        "run": _reason(partial(_generated, model)),
         "dequantize": _reason(
             partial(_command, "export", model, "-o", opened, "--format", "dequantized")
         ),
@@ -284,6 +292,23 @@ def _exported(layers: Path, artifact: Path, model: Path) -> None:
     quantflow.export(layers, artifact, model=model, options=Export(), prover=prover)
 
 
+def _arrived(model: Path, artifact: Path) -> None:
+    """Look for what lies beside the weights.
+
+    Raises:
+        ValueError: a file is not in the artifact.
+    """
+    names = sorted(str(path.relative_to(model)) for path in model.rglob("*") if path.is_file())
+    lost = [
+        name
+        for name in names
+        if BESIDE.search(name) and "original/" not in name
+        if not (artifact / name).is_file()
+    ]
+    if lost:
+        raise ValueError(f"not in the artifact: {', '.join(lost)}")
+
+
 def _generated(artifact: Path) -> None:
     _command("generate", artifact, "--prompt", "def main", "--max-new-tokens", "4", "--quiet")
 
@@ -292,10 +317,12 @@ def _stock(folder: Path) -> Seen:
     """What stock transformers says of a folder.
 
     Raises:
-        ForkError: it does not load it, or its logits are not finite.
+        ValueError: it does not load it, or its logits are not finite.
     """
-    seen: Seen = in_fork(partial(look, folder), seconds=SECONDS)
-    return seen
+    try:
+        return look(folder)
+    except Exception as error:  # whatever transformers raises, it is a finding
+        raise ValueError(f"transformers: {first_line(error)}") from error
 
 
 def _as_source(artifact: Path, source: Seen | None, near: float) -> None:
@@ -347,8 +374,10 @@ def page_text(chosen: Mapping[str, Entry], rows: Mapping[str, Steps]) -> str:
         lines.append(f"| {chosen[name]['repository']} | {' | '.join(told)} |")
     families = {chosen[name]["family"] for name in rows}
     whole = [not any(_outcome(chosen[n], s, rows[n]) for s in applies(chosen[n])) for n in rows]
+    unknown = sum("not_looked_up" in chosen[name] for name in rows)
     shares = [
-        f"{len(rows)} repositories of {len(families)} families; {_share(whole)} pass every step.",
+        f"{len(rows)} repositories of {len(families)} families; {_share(whole)} pass every step. "
+        f"{unknown} entries name something that could not be looked up.",
         "",
         *(f"- {step}: {_share(found)}" for step, found in _by_step(chosen, rows)),
     ]
