@@ -21,17 +21,12 @@ from quantflow.files import disk
 from quantflow.files.safetensors_header import MAX_HEADER_BYTES
 from quantflow.progress import Progress
 from quantflow.sources import hub
-from quantflow.sources.models import REPOSITORY, model_folder
+from quantflow.sources.models import is_on_hub, model_folder
 
 WEIGHTS = ".safetensors"
 READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # endings of files that are fetched whole
 _FIRST = 100_000  # bytes of a file's beginning that are asked for: most headers fit
 _AT_ONCE = 8  # requests
-
-
-def is_on_hub(model: str | Path) -> bool:
-    """Whether a name is a repository's on the hub, and no path here."""
-    return not Path(model).exists() and REPOSITORY.fullmatch(str(model)) is not None
 
 
 @contextmanager
