@@ -247,6 +247,7 @@ OFFERED = {
     "quantflow.formats.gaudi.quant_config",
     "quantflow.sources.models",
     "quantflow.sources.headers",
+    "quantflow.sources.hub",
     "quantflow.runtime.generate_job",
     "quantflow.runtime.chat_job",
     "quantflow.runtime.backend_choice",
