@@ -20,6 +20,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import QUANTIZATION, Checkpoint, open_checkpoint
 from quantflow.files.patterns import Pattern
+from quantflow.formats import DEFAULT, awq, fp8, modelopt
 from quantflow.models.graph import Graph
 from quantflow.models.open import graph_for
 from quantflow.planning.card_splits import SIZES, folded, obstacles_of
@@ -38,10 +39,10 @@ _NEXT_TOKEN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_lay
 _WITH_NEXT_TOKEN = ("qwen3_next",)
 # quant_method -> keys of the list of what is left alone, of which the first that is there counts
 _LISTS = {
-    "compressed-tensors": ("ignore",),
-    "awq": ("modules_to_not_convert",),
-    "fp8": ("modules_to_not_convert", "ignored_layers"),
-    "modelopt": ("ignore", "exclude_modules"),
+    DEFAULT: ("ignore",),
+    awq.METHOD: ("modules_to_not_convert",),
+    fp8.METHOD: ("modules_to_not_convert", "ignored_layers"),
+    modelopt.METHOD: ("ignore", "exclude_modules"),
 }
 # embeddings; routers, which engines never quantize
 _NO_LINEAR = re.compile(r"embed|wte|wpe|norm|conv|(^|\.)(gate|router|shared_expert_gate)$")
@@ -164,7 +165,7 @@ def list_faults(checkpoint: Checkpoint) -> list[str]:
     if key is None or not _is_wide(table):
         return []
     try:
-        named = _Named([str(entry) for entry in table[key]], inside=method == "awq")
+        named = _Named([str(entry) for entry in table[key]], inside=method == awq.METHOD)
     except InputError as error:
         return [f"{key}: {error.cause}"]
     owners = [(*name.rpartition(".")[::2], info) for name, info in checkpoint.infos.items()]
