@@ -16,7 +16,7 @@ from quantflow.files.inspect import summarize
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.verify import verify
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.sources.models import is_on_hub
+from quantflow.sources.models import SUFFIX, is_on_hub
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import outline, show, table
@@ -68,7 +68,7 @@ def command(
     Example: quantflow inspect work/4-export
              quantflow inspect org/llama-awq
              quantflow inspect ./llama-gptq --json
-             quantflow inspect model.Q4_K_M.gguf
+             quantflow inspect org/llama-gguf/model.Q4_K_M.gguf
              quantflow inspect work/4-export --backends --dtype bfloat16
     """
     if is_on_hub(path):
@@ -86,7 +86,7 @@ def command(
         rows = chosen_backends(Path(path), dtype=dtype)
         show(rows, as_json=as_json, text=_backends_text(rows))
         return
-    place = Path(path)
+    place = _file(path, revision, quiet=as_json)
     summary = {} if place.is_file() else summarize(place)
     foreign = _is_foreign(summary)
     if place.is_file() or foreign:
@@ -95,6 +95,16 @@ def command(
     if foreign or (cards and summary["kind"] in _RUN):
         summary |= _survey(place)
     show(summary, as_json=as_json, text=outline(_for_people(summary)))
+
+
+def _file(path: str, revision: str | None, *, quiet: bool) -> Path:
+    """The path itself, or the download of a GGUF file on the hub, all of which is read."""
+    repository, _, file = path.rpartition("/")
+    if not path.endswith(SUFFIX) or Path(path).exists() or not is_on_hub(repository):
+        return Path(path)
+    from quantflow.sources.hub import file_of  # here: it needs the hub's library
+
+    return file_of(repository, file, revision, ProgressLine(quiet=quiet, bars=bars_wanted()))
 
 
 def _of_the_hub(name: str, revision: str | None, *, as_json: bool) -> None:

@@ -164,3 +164,16 @@ def test_a_name_that_is_not_there_and_backends_of_one_are_refused(hub, made, cap
     assert run("inspect", "org/nobody") == 3
     assert "no such model on" in capsys.readouterr().err
     assert run("inspect", "org/nobody", "--backends") == 2
+
+
+def test_a_gguf_file_of_the_hub_is_read_whole(hub, llama, tmp_path, capsys):
+    words = ("export", llama, "-o", tmp_path / "gguf", "--format", "gguf", "--dtype", "bf16", "-q")
+    assert run(*words) == 0
+    hub.repositories["org/files"] = (tmp_path / "gguf", False)
+    capsys.readouterr()
+    assert run("inspect", "org/files/model-bf16.gguf", "--json") == 0
+    there = capsys.readouterr().out
+    assert run("inspect", tmp_path / "gguf" / "model-bf16.gguf", "--json") == 0
+    assert there == capsys.readouterr().out
+    assert run("inspect", "org/files") == 3
+    assert "name one: org/files/model-bf16.gguf" in capsys.readouterr().err
