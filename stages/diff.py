@@ -14,6 +14,7 @@ from quantflow.files.diff import diff
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest
 from quantflow.files.verify import verify
 from quantflow.reporting.progress_line import ProgressLine
+from quantflow.sources.models import is_on_hub
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import show, table
@@ -50,7 +51,8 @@ def command(
     """Compare two artifacts: their manifests, or with --values the values of any two folders.
 
     Prints every field, or tensor, that differs; exits 0 whether any does or not, 7 where one of
-    them is damaged.
+    them is damaged. Of a name on the hub (org/name) the manifest alone is read, or with --values
+    all of it.
 
     \b
     Example: quantflow diff work/old work/new
@@ -60,7 +62,7 @@ def command(
     if text is not None and not values:
         raise UsageError(f"diff: --text {text} without --values", "give --values too")
     for folder in () if no_verify else (left, right):
-        if not values or (Path(folder) / MANIFEST_NAME).exists():
+        if not is_on_hub(folder) and (not values or (Path(folder) / MANIFEST_NAME).exists()):
             verify(Path(folder))
     if values:
         progress = ProgressLine(quiet=as_json, bars=bars_wanted())
@@ -75,12 +77,22 @@ def command(
         found = job.run(progress)
         show(found, as_json=as_json, text=_values_text(found))
         return
-    differences = diff(read_manifest(Path(left)), read_manifest(Path(right)))
+    manifests = [_manifest(folder, quiet=as_json) for folder in (left, right)]
+    differences = diff(*manifests)
     rows = [(item.path, str(item.left), str(item.right)) for item in differences]
     lines = table(("field", left, right), rows) if rows else "no difference"
     show(
         [{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=lines
     )
+
+
+def _manifest(folder: str, *, quiet: bool) -> dict[str, Any]:
+    """The manifest of a folder, or of a repository on the hub."""
+    if not is_on_hub(folder):
+        return read_manifest(Path(folder))
+    from quantflow.sources.hub import manifest_of  # here: it needs the hub's library
+
+    return read_manifest(manifest_of(folder, ProgressLine(quiet=quiet, bars=bars_wanted())))
 
 
 def _values_text(found: Mapping[str, Any]) -> str:

@@ -8,13 +8,13 @@ Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too litt
          7 a damaged artifact
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quantflow.errors import UsageError
-from quantflow.files.outputs import beside
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_job
@@ -80,12 +80,11 @@ def command(
 
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
-    folder = beside(artifact, "-validation") if report is None else report
     job = ValidateJob(
         artifact=Path(artifact),
         baseline=Path(baseline),
         options=values.validate,
-        report=folder,
+        report=report,
         expect=shared["expect"],
         previous=shared["previous"],
         seed=values.seed,
@@ -94,6 +93,8 @@ def command(
         compute=values.compute,
         force=shared["force"],
     )
+    folder = job.folder
+    job = replace(job, report=folder)
     if shared["output"] is not None and not values.validate.tasks:
         raise UsageError(f"{shared['output']}: no tasks are asked", "name some with --tasks")
     if shared["dry_run"]:

@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
         refuse: status, by beginning of the path of a POST or PUT; each counts down `failures`.
         failures: how many requests `refuse` still refuses.
         knows_ranges: whether `Range` is heeded.
+        recorded: sha256 that is told of a large file in place of its own.
         room: folder of repositories that are created.
     """
 
@@ -49,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         self.cards: dict[str, dict[str, Any]] = {}
         self.refuse: dict[str, int] = {}
         self.failures = 0
+        self.recorded: dict[str, str] = {}
         self.knows_ranges = True
 
     @property
@@ -116,9 +118,7 @@ class _Answers(BaseHTTPRequestHandler):
         if api and len(parts) > 4 and parts[4] == "tree":
             return self._json([self._row(file, path) for file, path in files.items()])
         if api:
-            rows = [
-                {"rfilename": file, "size": path.stat().st_size} for file, path in files.items()
-            ]
+            rows = [self._sibling(file, path) for file, path in files.items()]
             about = {"id": name, "modelId": name, "sha": commit, "siblings": rows}
             about["private"] = self.server.repositories[name][1]
             return self._json({**about, "cardData": self.server.cards.get(name, {})})
@@ -201,6 +201,13 @@ class _Answers(BaseHTTPRequestHandler):
                 self._say(status, b"{}", {})
                 return True
         return False
+
+    def _sibling(self, file: str, path: Path) -> dict[str, Any]:
+        """A file as model info lists it; of a large one with its hash."""
+        size = path.stat().st_size
+        known = self.server.recorded.get(file) or hashlib.sha256(path.read_bytes()).hexdigest()
+        large = {"lfs": {"sha256": known, "size": size, "pointerSize": 130}}
+        return {"rfilename": file, "size": size, **(large if size > LARGE else {})}
 
     def _row(self, file: str, path: Path) -> dict[str, Any]:
         return {"type": "file", "path": file, "size": path.stat().st_size, "oid": "0" * 40}

@@ -20,7 +20,7 @@ from quantflow.files.outputs import output_folder
 from quantflow.formats import DEFAULT
 from quantflow.planning.recipe import Export
 from quantflow.progress import Progress
-from quantflow.sources.models import model_folder
+from quantflow.sources.models import is_on_hub, model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,8 @@ def _settled(job: ExportJob, chosen: Exporter, progress: Progress) -> ExportJob:
     if chosen.takes_model:
         source, model = folder_of(job.source), job.model
     else:
-        source = _layers(job.source, job.options.format)
+        named = is_on_hub(job.source)
+        source = folder_of(job.source) if named else _layers(job.source, job.options.format)
         model = None if job.model is None else folder_of(job.model)
     reads = {"what is exported": job.source, "the model": job.model}
     return replace(job, source=source, output=output_folder(job.output, reads=reads), model=model)

@@ -6,7 +6,7 @@ heads than cards are copied where the cards are a multiple of them. Megatron and
 it cut the same way. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.scheme import LinearScheme
@@ -21,16 +21,46 @@ def obstacles(
     model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int
 ) -> list[tuple[str, str]]:
     """Obstacles to a cut of the model over `size` cards: (name, the numbers that do not divide)."""
+    shapes = {
+        name: model.infos[f"{name}.weight"].shape
+        for layer in graph.layers
+        for group in layer.groups
+        for name in group.linears
+    }
+    return obstacles_of(
+        shapes, graph, schemes, heads=model.heads, kv_heads=model.kv_heads, size=size
+    )
+
+
+def obstacles_of(
+    shapes: Mapping[str, Sequence[int]],
+    graph: Graph,
+    schemes: Mapping[str, LinearScheme | None],
+    *,
+    heads: int,
+    kv_heads: int,
+    size: int,
+) -> list[tuple[str, str]]:
+    """The same from what a quantized folder says of itself.
+
+    Args:
+        shapes: linear -> [out_features, in_features] of the model's linear.
+        graph: linears of the model.
+        schemes: linear -> scheme; None, or no entry, is not quantized.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values.
+        size: number of cards.
+    """
     listed = []
-    if units_of(model.heads, cards=size, card=0) is None:
-        listed.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
-    if units_of(model.kv_heads, cards=size, card=0, copies=True) is None:
-        listed.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
+    if units_of(heads, cards=size, card=0) is None:
+        listed.append(("config.json: num_attention_heads", f"{heads} heads over {size}"))
+    if units_of(kv_heads, cards=size, card=0, copies=True) is None:
+        listed.append(("config.json: num_key_value_heads", f"{kv_heads} heads over {size}"))
     for layer in graph.layers:
         for group in layer.groups:
             for name in group.linears:
-                rows, columns = model.infos[f"{name}.weight"].shape
-                scheme = schemes[name]
+                rows, columns = shapes[name]
+                scheme = schemes.get(name)
                 by_rows = group.norm is not None or group.fused
                 why = (
                     _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
@@ -38,6 +68,15 @@ def obstacles(
                 if why is not None:
                     listed.append((name, why))
     return listed
+
+
+def folded(listed: Sequence[tuple[str, str]]) -> list[str]:
+    """Obstacles as lines, those of all layers under one pattern with `*` for the index."""
+    lines: dict[str, None] = {}
+    for name, why in listed:
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        lines[f"{pattern}: {why}"] = None
+    return list(lines)
 
 
 def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:

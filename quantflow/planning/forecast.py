@@ -30,7 +30,7 @@ from quantflow.files.side_files import side_files_of
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, notes_of, open_files
 from quantflow.planning.artifact_config import artifact_config
-from quantflow.planning.card_splits import SIZES, obstacles
+from quantflow.planning.card_splits import SIZES, folded, obstacles
 from quantflow.planning.cost import (
     MemoryNeed,
     need_export,
@@ -63,8 +63,8 @@ from quantflow.planning.sizes import (
     quantized_specs,
 )
 from quantflow.progress import Progress
-from quantflow.sources.headers import described, is_on_hub
-from quantflow.sources.models import model_folder
+from quantflow.sources.headers import described
+from quantflow.sources.models import is_on_hub, model_folder
 
 CARD = 3000  # bytes of README.md
 # bytes of the manifest about each source tensor, and about each linear's errors and decisions
@@ -286,7 +286,7 @@ def _artifact(
         },
         "schemes": _scheme_table(graph, model, plan),
         "tensor_parallel": {
-            str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES
+            str(size): folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES
         },
     }
 
@@ -423,15 +423,6 @@ def _words(scheme: Any) -> str:
     parts = [scheme.name, f"{weights.kind}{weights.num_bits}", weights.granularity]
     parts += [str(weights.group_size)] if weights.group_size else []
     return " ".join(parts + ([] if weights.symmetric else ["asymmetric"]))
-
-
-def _folded(obstacles: Sequence[tuple[str, str]]) -> list[str]:
-    """Obstacles as lines, those of all layers under one pattern with `*` for the index."""
-    lines: dict[str, None] = {}
-    for name, why in obstacles:
-        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-        lines[f"{pattern}: {why}"] = None
-    return list(lines)
 
 
 def spans(indices: Sequence[int]) -> str:

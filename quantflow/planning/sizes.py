@@ -112,13 +112,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     """
     text = text_config(config)
     first = next(layer for layer in graph.layers if layer.groups)
-    # where layers differ, the heads of the first one stand for all
-    uneven = bool(getattr(text, "is_heterogeneous", False))
-    num_kv_heads = None if uneven else getattr(text, "num_key_value_heads", None)
-    heads = int(
-        (None if uneven else getattr(text, "num_attention_heads", None))
-        or first.kv_heads * first.repeats
-    )
+    heads, kv_heads = heads_of(config, graph)
     hidden = int(getattr(text, "hidden_size", None) or _group(first.groups[0].linears, infos)[2])
     head_dim = (
         first.head_dim
@@ -163,13 +157,27 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         between=hidden if carried is None else carried.features + carried.width,
         vocabulary=int(getattr(text, "vocab_size", None) or 1),
         heads=heads,
-        kv_heads=int(num_kv_heads or (first.kv_heads if uneven else heads)),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         layers=tuple(layers),
         outside=sum(info.nbytes for info in outside),
         head=(elements_of(head), head.nbytes),
         infos=infos,
     )
+
+
+def heads_of(config: Any, graph: Graph) -> tuple[int, int]:
+    """Numbers of attention heads, and of heads of keys and values."""
+    text = text_config(config)
+    first = next(layer for layer in graph.layers if layer.groups)
+    # where layers differ, the heads of the first one stand for all
+    uneven = bool(getattr(text, "is_heterogeneous", False))
+    num_kv_heads = None if uneven else getattr(text, "num_key_value_heads", None)
+    heads = int(
+        (None if uneven else getattr(text, "num_attention_heads", None))
+        or first.kv_heads * first.repeats
+    )
+    return heads, int(num_kv_heads or (first.kv_heads if uneven else heads))
 
 
 def elements_of(info: TensorInfo) -> int:

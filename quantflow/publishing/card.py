@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quantflow.exporting.model_card import model_card
+from quantflow.formats import DEFAULT
 from quantflow.plain_text import one_line
 from quantflow.planning.recipe import Quantize
 from quantflow.validating.report import COLUMNS, cells
@@ -54,7 +55,7 @@ def card(
     schemes = [scheme for scheme in recipe["resolved"]["schemes"].values() if scheme is not None]
     kinds = sorted({f"{s['weights']['kind']}{s['weights']['num_bits']}" for s in schemes})
     names = sorted({s["name"].lower() for s in schemes})
-    tags = ["quantflow", "compressed-tensors", *names, *kinds, recipe["resolved"]["algorithm"]]
+    tags = ["quantflow", DEFAULT, *names, *kinds, recipe["resolved"]["algorithm"]]
     related = {} if base_model is None else {"base_model": base_model}
     metadata = {
         **related,

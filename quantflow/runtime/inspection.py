@@ -141,7 +141,7 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
             for key in _KEYS
             if key in header.metadata
         },
-        "types": {name: row | {"names": _patterns(row["names"])} for name, row in types.items()},
+        "types": {name: row | {"names": patterns_of(row["names"])} for name, row in types.items()},
         "bits_per_weight": 8 * sum(info.nbytes for info in matrices) / weights if weights else None,
         "tensors": len(infos),
         "bytes": sum(info.nbytes for info in infos.values()),
@@ -180,10 +180,10 @@ def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[st
     return {
         "quantized": [
             {**words_of(kind.scheme), "act_order": kind.ordered, "linears": len(names)}
-            | {"which": _patterns(names), "bytes": sum(owned[name] for name in names)}
+            | {"which": patterns_of(names), "bytes": sum(owned[name] for name in names)}
             for kind, names in kinds.items()
         ],
-        "left": _patterns(name for name in plain if len(infos[name].shape) == 2),
+        "left": patterns_of(name for name in plain if len(infos[name].shape) == 2),
         **(
             {}
             if artifact.kv_cache is None
@@ -214,6 +214,6 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
     }
 
 
-def _patterns(names: Iterable[str]) -> dict[str, int]:
+def patterns_of(names: Iterable[str]) -> dict[str, int]:
     """The counts of names, with `*` for numbers between dots."""
     return dict(Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))

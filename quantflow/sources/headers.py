@@ -21,17 +21,12 @@ from quantflow.files import disk
 from quantflow.files.safetensors_header import MAX_HEADER_BYTES
 from quantflow.progress import Progress
 from quantflow.sources import hub
-from quantflow.sources.models import REPOSITORY, model_folder
+from quantflow.sources.models import is_on_hub, model_folder
 
 WEIGHTS = ".safetensors"
 READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # endings of files that are fetched whole
 _FIRST = 100_000  # bytes of a file's beginning that are asked for: most headers fit
 _AT_ONCE = 8  # requests
-
-
-def is_on_hub(model: str | Path) -> bool:
-    """Whether a name is a repository's on the hub, and no path here."""
-    return not Path(model).exists() and REPOSITORY.fullmatch(str(model)) is not None
 
 
 @contextmanager
@@ -47,22 +42,58 @@ def described(model: str | Path, *, revision: str | None, progress: Progress) ->
     Raises:
         InputError: as `model_folder`; or a file is no safetensors.
     """
-    if not is_on_hub(model) or constants.HF_HUB_OFFLINE:
-        yield model_folder(model, revision=revision, progress=progress)
-        return
-    listed = hub.listing(str(model), revision)
+    with _of_headers(model, revision, progress, hashed=False) as (folder, _):
+        yield folder
+
+
+@contextmanager
+def hashed(
+    model: str | Path, *, revision: str | None, progress: Progress
+) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """The same, with the hub's own sha256 of files without content; every other file is real.
+
+    Raises:
+        InputError: as `described`.
+    """
+    with _of_headers(model, revision, progress, hashed=True) as found:
+        yield found
+
+
+@contextmanager
+def _of_headers(
+    model: str | Path, revision: str | None, progress: Progress, *, hashed: bool
+) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """The folder, and the hashes of its files without content.
+
+    Args:
+        model: as for `described`, and so are
+        revision: the revision, and
+        progress: the receiver of a line.
+        hashed: whether a file without content needs a hash, beside those of weights.
+    """
+    listed = None
+    if is_on_hub(model) and not constants.HF_HUB_OFFLINE:
+        listed = hub.listing(str(model), revision)
     if listed is None or listed.is_whole():
-        yield model_folder(model, revision=revision, progress=progress)
+        yield model_folder(model, revision=revision, progress=progress), {}
         return
+    weights = [
+        file
+        for file in listed.chosen
+        if file.endswith(WEIGHTS) and (file in listed.hashes or not hashed)
+    ]
+    whole = [
+        file
+        for file in listed.chosen
+        if file not in weights and (file.endswith(READ) or (hashed and file not in listed.hashes))
+    ]
+    progress.say(
+        f"source: {model} at {listed.commit[:12]}: of {len(weights)} files of weights the headers "
+        f"are read, and {len(whole)} other files"
+    )
     with tempfile.TemporaryDirectory(prefix="quantflow-headers-") as room:
         # the path of a snapshot, which says name and commit
         folder = Path(room) / listed.folder.relative_to(listed.folder.parents[2])
-        weights = [file for file in listed.chosen if file.endswith(WEIGHTS)]
-        whole = [file for file in listed.chosen if file.endswith(READ)]
-        progress.say(
-            f"source: {model} at {listed.commit[:12]}: headers of {len(weights)} files of weights "
-            f"and {len(whole)} small files are read, no weight"
-        )
         for file in listed.chosen:
             disk.make_folder((folder / file).parent)
             if file in whole:
@@ -70,7 +101,7 @@ def described(model: str | Path, *, revision: str | None, progress: Progress) ->
             elif file not in weights:
                 _make_empty(folder / file, listed.sizes[file])
         _write_headers(folder, str(model), listed.commit, weights, listed.sizes)
-        yield folder
+        yield folder, {file: sha for file, sha in listed.hashes.items() if file not in whole}
 
 
 def _write_headers(

@@ -53,6 +53,7 @@ class Repository:
         commit: the commit.
         folder: its snapshot in the cache, whether that is there or not.
         sizes: file -> bytes of all of it.
+        hashes: file -> sha256 of its content, as the hub records it of large files.
         chosen: files that a model is made of, sorted.
         left: a line on the others.
     """
@@ -60,6 +61,7 @@ class Repository:
     commit: str
     folder: Path
     sizes: Mapping[str, int]
+    hashes: Mapping[str, str]
     chosen: tuple[str, ...]
     left: str
 
@@ -154,6 +156,7 @@ def _listed(name: str, revision: str | None) -> Repository:
         commit=str(info.sha),
         folder=snapshots / str(info.sha),
         sizes=sizes,
+        hashes={item.rfilename: item.lfs.sha256 for item in info.siblings or () if item.lfs},
         chosen=tuple(chosen),
         left=left,
     )
@@ -172,6 +175,20 @@ def file_of(name: str, file: str, revision: str | None, progress: Progress) -> P
         raise InputError(
             f"{name}: {file} is not in the cache ({error})", "connect to the hub, or give a file"
         ) from error
+
+
+def manifest_of(name: str, progress: Progress) -> Path:
+    """A folder with the manifest of an artifact on the hub, and with nothing else that counts.
+
+    Raises:
+        InputError: the cases of `folder_of`, or it is no artifact.
+    """
+    if constants.HF_HUB_OFFLINE or (found := listing(name, None)) is None:
+        return folder_of(name, None, progress)
+    if MANIFEST_NAME not in found.sizes:
+        raise InputError(f"{name}: no {MANIFEST_NAME}", "give the name of an artifact")
+    progress.say(f"source: {name} at {found.commit[:12]}: {MANIFEST_NAME} alone is read")
+    return file_at(name, MANIFEST_NAME, found.commit).parent
 
 
 def _remember(folder: Path, revision: str | None) -> None:

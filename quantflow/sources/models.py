@@ -63,6 +63,11 @@ def names_model(text: str) -> bool:
     )
 
 
+def is_on_hub(model: str | Path) -> bool:
+    """Whether a name is a repository's on the hub, and no path here."""
+    return not Path(model).exists() and REPOSITORY.fullmatch(str(model)) is not None
+
+
 def _of_file(path: Path, progress: Progress) -> Path:
     """The folder that a file becomes, or belongs to.
 

@@ -8,6 +8,7 @@ from typing import Any
 from quantflow.files.outputs import beside
 from quantflow.planning.recipe import Compute, Resources, Validate
 from quantflow.progress import SILENT, Progress
+from quantflow.sources.models import is_on_hub
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class ValidateJob:
     """One artifact compared with its source, and judged by a gate.
 
     Attributes:
-        artifact: the artifact's folder.
+        artifact: the artifact's folder, or its name on the hub.
         baseline: the model that it was made from: a folder, a name on the hub (org/name), or a GGUF
             file.
         options: text, tokens and gate; no text is the shipped one.
@@ -87,7 +88,9 @@ class ValidateJob:
 
     @property
     def folder(self) -> Path:
-        """The folder of the report."""
+        """The folder of the report; here for an artifact on the hub."""
+        if self.report is None and is_on_hub(self.artifact):
+            return Path(f"{self.artifact.name}-validation")
         return beside(self.artifact, "-validation") if self.report is None else self.report
 
 

@@ -65,7 +65,7 @@ from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
 from quantflow.shipped import EVALUATION
-from quantflow.sources.models import model_folder
+from quantflow.sources.models import is_on_hub, model_folder
 from quantflow.units import duration
 from quantflow.validating import recovery
 from quantflow.validating.bootstrap import bootstrap
@@ -194,6 +194,9 @@ def settled(job: ValidateJob, progress: Progress) -> ValidateJob:
     reads = {"the artifact": job.artifact, "the baseline": job.baseline}
     return replace(
         job,
+        artifact=model_folder(job.artifact, progress=progress)
+        if is_on_hub(job.artifact)
+        else job.artifact,
         baseline=model_folder(job.baseline, revision=job.revision, progress=progress),
         report=output_folder(job.folder, flag="--report", reads=reads),
         options=with_evaluation_text(job.options, progress),
