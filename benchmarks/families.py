@@ -15,6 +15,10 @@ logits are compared with our runtime's. Inputs of stock linears are rounded as t
 FP8's static scales are one per expert, which transformers' stacked experts cannot take, so that
 with `--schemes FP8` a mixture's logits are not compared.
 
+Stock transformers also loads artifacts as they are, with compressed-tensors: of W4A16 and
+FP8_DYNAMIC, by rounding to nearest. Its logits are compared with those of the dequantized export. A
+type is right, refused by an error, or silently wrong.
+
 A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears
 PATTERN` does: those are counted by themselves, and do not pass.
 
@@ -32,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +49,14 @@ from transformers.utils import logging
 
 import quantflow
 from quantflow.core.parallel import Workers
-from quantflow.errors import QuantflowError, UnsupportedError
+from quantflow.errors import QuantflowError, SchemeError, UnsupportedError
 from quantflow.exporting import canary, proof_process
 from quantflow.exporting.proof import Prover
 from quantflow.models.experts import is_stacked
 from quantflow.models.names import NameMap
 from quantflow.models.skeleton import skeleton
 from quantflow.planning.recipe import Calibration, Export, Quantize, Validate
+from quantflow.runtime.artifact import open_artifact
 
 HERE = Path(__file__).resolve().parent
 PAGE, BEGIN, END = (
@@ -81,6 +87,13 @@ WORDS = (
 SAMPLES, OF_MIXTURES, LENGTH = 16, 80, 32
 HELD_OUT = 8  # sequences that are validated
 REFUSED = "refused: "  # what the reason of a refusal begins with
+# the artifact itself in stock transformers: stage -> scheme; what the reasons begin with
+STOCK = {"stock W4A16": "W4A16", "stock FP8_DYNAMIC": "FP8_DYNAMIC"}
+LOUDLY, SILENTLY = "does not load: ", "computes something else: "
+GROUP = 32  # divides all inputs of these models, as 128 does those of larger ones
+# of the logits' norm: weights are made in the dtype of the scales; an input between two codes may
+# fall to either, and a router then choose other experts. A wrong weight is off by about 1.
+DECOMPRESSED, ROUNDED_IN_STOCK = 2e-2, 0.3
 
 Stages = dict[str, str | None]  # stage -> None where it passed, or the reason why it did not
 
@@ -123,7 +136,8 @@ def _run_all(rows: dict[str, Stages], given: argparse.Namespace) -> None:
         known = rows.get(kind, {})
         if given.again and any(known.values()):
             known = {stage: None for stage, reason in known.items() if reason is None}
-        left = [scheme for scheme in given.schemes if scheme not in known]
+        wanted = [*given.schemes, *(key for key, one in STOCK.items() if one in given.schemes)]
+        left = [stage for stage in wanted if stage not in known]
         if not left or known.get(MODEL) or known.get(MEASURE):
             continue
         began = time.monotonic()
@@ -150,7 +164,9 @@ def _run_all(rows: dict[str, Stages], given: argparse.Namespace) -> None:
 
 def passes(stages: Stages) -> bool:
     """Return whether a type passes everything that was run."""
-    return MEASURE in stages and not any(stages.values())
+    return MEASURE in stages and not any(
+        reason for stage, reason in stages.items() if stage not in STOCK
+    )
 
 
 def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = None) -> str:
@@ -161,11 +177,13 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
     peer = peer if peer is not None else _peer()
     made = {kind: row for kind, row in sorted(rows.items()) if not row.get(MODEL)}
     schemes = [scheme for scheme in SCHEMES if any(scheme in row for row in made.values())]
-    columns = [*schemes, *(["llm-compressor"] if peer else [])]
+    stock = [stage for stage in STOCK if any(stage in row for row in made.values())]
+    columns = [*schemes, *stock, *(["llm-compressor"] if peer else [])]
     lines = [f"| type | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     notes: list[str] = []
     for kind, row in made.items():
         cells = [_cell(row.get(MEASURE) or row.get(scheme, ""), notes, kind) for scheme in schemes]
+        cells += [_cell(row.get(stage, ""), notes, f"{stage}, {kind}") for stage in stock]
         cells += [_cell(peer.get(kind, ""), notes, f"llm-compressor, {kind}")] if peer else []
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     groups = {
@@ -180,6 +198,7 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
             )
             for scheme in schemes
         ]
+        lines_of += [_stock_share(stage, [made[kind] for kind in kinds]) for stage in stock]
         lines_of += (
             [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in kinds])]
             if peer
@@ -209,6 +228,17 @@ def _share(name: str, reasons: Sequence[str | None]) -> str:
     return f"- {name}: {passed} of {len(run)} types pass, {passed / max(1, len(run)):.1%}"
 
 
+def _stock_share(stage: str, rows: Sequence[Stages]) -> str:
+    reasons = [row[stage] for row in rows if stage in row]
+    counted = {
+        "right": sum(reason is None for reason in reasons),
+        "refused with an error": sum((reason or "").startswith(LOUDLY) for reason in reasons),
+        "silently wrong": sum((reason or "").startswith(SILENTLY) for reason in reasons),
+    }
+    told = ", ".join(f"{count} {word}" for word, count in counted.items())
+    return f"- {STOCK[stage]}, the artifact in stock transformers: {told}"
+
+
 def _cell(reason: str | None, notes: list[str], kind: str) -> str:
     """Return yes, no with the number of a note, or nothing where it was not run."""
     if not reason:
@@ -225,15 +255,21 @@ def _peer() -> dict[str, str | None]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _stages(kind: str, folder: Path, schemes: Sequence[str]) -> Stages:
+def _stages(kind: str, folder: Path, stages: Sequence[str]) -> Stages:
     """Return what became of a type: a reason or None for every stage that was reached."""
     try:
         write_model(tiny_config(kind), folder / "model")
     except Exception as error:
         return {MODEL: first_line(error)}
-    found: Stages = {MEASURE: _reason(partial(_measure, folder))}
+    measured = any(stage not in STOCK for stage in stages)  # rounding to nearest reads no text
+    found: Stages = {MEASURE: _reason(partial(_measure, folder)) if measured else None}
     if found[MEASURE] is None:
-        found |= {scheme: _reason(partial(_through, folder, scheme)) for scheme in schemes}
+        found |= {
+            stage: _reason(partial(_in_stock, folder, STOCK[stage]))
+            if stage in STOCK
+            else _reason(partial(_through, folder, stage))
+            for stage in stages
+        }
     if (found[MEASURE] or "").startswith(REFUSED):
         found[BY_NAME] = _reason(partial(_by_name, folder))
     return found
@@ -242,6 +278,8 @@ def _stages(kind: str, folder: Path, schemes: Sequence[str]) -> Stages:
 def _reason(run: Callable[[], None]) -> str | None:
     try:
         run()
+    except _StockError as error:
+        return str(error)
     except QuantflowError as error:
         return f"{REFUSED if isinstance(error, UnsupportedError) else ''}{error.cause}"
     except Exception as error:
@@ -351,7 +389,7 @@ def _through(folder: Path, scheme: str) -> None:
     mixture = any(is_stacked(part) for part in stock.modules())
     if mixture and scheme == "FP8":
         return
-    _round_inputs_(stock, ours)
+    _round_inputs_(stock, ours.artifact)
     with torch.no_grad():
         expected = stock(input_ids=ids).logits
     error = float((found - expected).norm() / expected.norm())
@@ -361,10 +399,46 @@ def _through(folder: Path, scheme: str) -> None:
         raise ValueError(f"the logits differ from transformers' by {error:.2g} of their norm")
 
 
-def _round_inputs_(model: Any, loaded: Any) -> None:
+class _StockError(Exception):
+    """An artifact that stock transformers does not load, or computes something else of."""
+
+
+def _in_stock(folder: Path, scheme: str) -> None:
+    """Load an artifact in stock transformers, and compare with its dequantized export there.
+
+    Raises:
+        _StockError: it does not load, or computes something else.
+    """
+    quantized, artifact, plain = (folder / f"{name}-rtn-{scheme}" for name in ("2", "4", "plain"))
+    entry = Quantize(name="x", scheme=scheme, algorithm="rtn")
+    uniform = replace(entry, group_size=GROUP) if scheme.endswith("A16") else entry
+    try:
+        quantflow.quantize(folder / "model", quantized, entry=uniform)
+    except SchemeError:  # fewer inputs: groups of several sizes, as the scheme's default makes them
+        quantflow.quantize(folder / "model", quantized, entry=entry)
+    _exported(quantized, artifact, model=folder / "model")
+    quantflow.export(artifact, plain, options=Export(format="dequantized", dtype="f32"))
+    reader = auto_class(AutoConfig.from_pretrained(plain))
+    stock = reader.from_pretrained(plain, dtype=torch.float32).eval()
+    # stacked experts are dequantized, and their inputs stay as they are
+    _round_inputs_(stock, open_artifact(artifact), experts=False)
+    ids = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = stock(input_ids=ids).logits
+        try:
+            found = reader.from_pretrained(artifact, dtype=torch.float32).eval()(ids).logits
+        except Exception as error:
+            raise _StockError(f"{LOUDLY}{first_line(error)}") from error
+    error = float((found - expected).norm() / expected.norm())
+    allowed = DECOMPRESSED if scheme.endswith("A16") else ROUNDED_IN_STOCK
+    if not math.isfinite(error) or error > allowed:
+        raise _StockError(f"{SILENTLY}the logits differ by {error:.2g} of their norm")
+
+
+def _round_inputs_(model: Any, artifact: Any, *, experts: bool = True) -> None:
     """Let the linears of transformers' model round what they read as the artifact says."""
     modules = dict(model.named_modules())
-    names = NameMap(skeleton(loaded.artifact.config)).bind(loaded.artifact.names)
+    names = NameMap(skeleton(artifact.config)).bind(artifact.names)
     for parameter, source in names.to_source.items():
         name, (owner, _, part) = (
             source.removesuffix(".weight"),
@@ -373,24 +447,24 @@ def _round_inputs_(model: Any, loaded: Any) -> None:
         if part not in ("", "0"):  # of a joined linear, which reads one input
             continue
         if (
-            name not in loaded.artifact.linears
+            name not in artifact.linears
             or name == source
-            or loaded.artifact.linears[name].scheme.input is None
+            or artifact.linears[name].scheme.input is None
         ):
             continue
-        linear = loaded.artifact.decode(name)
+        linear = artifact.decode(name)
         if owner in modules:
             modules[owner].register_forward_pre_hook(
                 lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]), *args[1:])
             )
-        else:  # of experts, whose inputs are rounded token by token: all by one rule
-            experts = modules[owner.partition(".experts.")[0] + ".experts"]
-            if not hasattr(experts, "_own_gate"):
-                experts._own_gate = experts._apply_gate
-                experts._apply_gate = lambda x, experts=experts, linear=linear: (
-                    linear.fake_quantize_input(experts._own_gate(x))
+        elif experts:  # whose inputs are rounded token by token: all by one rule
+            stack = modules[owner.partition(".experts.")[0] + ".experts"]
+            if not hasattr(stack, "_own_gate"):
+                stack._own_gate = stack._apply_gate
+                stack._apply_gate = lambda x, stack=stack, linear=linear: (
+                    linear.fake_quantize_input(stack._own_gate(x))
                 )
-                experts.register_forward_pre_hook(
+                stack.register_forward_pre_hook(
                     lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]), *args[1:])
                 )
 

@@ -314,7 +314,9 @@ def _write(
         name: record["files"][f"layers/{path.name}"]["sha256"] for name, path in links.items()
     }
     manifest = build_manifest(folder, body=body, hashes=hashes)
-    disk.write_file(folder / "README.md", model_card(manifest).encode())
+    disk.write_file(
+        folder / "README.md", model_card(manifest, config["quantization_config"]).encode()
+    )
     write_manifest(folder, manifest)
     return links, not_finite
 

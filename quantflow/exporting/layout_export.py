@@ -36,7 +36,7 @@ from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_RE
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.open import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
-from quantflow.planning.artifact_config import left_alone, module_names
+from quantflow.planning.artifact_config import for_transformers, left_alone, module_names
 from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
@@ -269,6 +269,8 @@ class _Conversion:
             model_type=str(content.get("model_type")),
             modules=modules,
         )
+        if self.layout.name == LAYOUTS[DEFAULT].name:
+            content["quantization_config"] |= for_transformers(graph, schemes)
         return {
             key: value for key, value in content.items() if key != "quantization_config" or value
         }

@@ -10,6 +10,7 @@ from typing import Any
 from quantflow.algorithms import TUNE
 from quantflow.files.inspect import output_errors
 from quantflow.files.ledger import UNUSED
+from quantflow.planning.artifact_config import CONV1D, EXPERTS, PACKED, REFUSED
 from quantflow.planning.finished_plan import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -68,8 +69,31 @@ MINIMA = (
 )
 
 
-def model_card(manifest: Mapping[str, Any]) -> str:
-    """The card of an artifact."""
+# by what config.json says under `global_compression_ratio`
+REFUSALS = {
+    CONV1D: "Its source keeps these weights transposed, in modules of class Conv1D, of which "
+    "transformers' reader of compressed-tensors takes no notice.",
+    PACKED: "transformers' code of this type reads packed weights only where all linears have one "
+    "scheme without rounded inputs: quantize with a --group-size that divides all inputs.",
+    EXPERTS: "Its source keeps the experts of a layer in one tensor; transformers does not join "
+    "these into it.",
+}
+ELSEWHERE = (
+    "**Stock transformers refuses this folder**, where it would fill the weights with random "
+    "numbers otherwise (`global_compression_ratio` of config.json is a sentence, not a number). "
+    "Run it with `quantflow`, or load what "
+    "`quantflow export ARTIFACT -o DIR --format dequantized` writes."
+)
+
+
+def model_card(manifest: Mapping[str, Any], quantization: Mapping[str, Any]) -> str:
+    """The card of an artifact.
+
+    Args:
+        manifest: its manifest.
+        quantization: `quantization_config` of its config.json.
+    """
+    refusal = REFUSALS.get(str(quantization.get(REFUSED)))
     recipe = manifest["recipe"]
     source = {
         key: None if text is None else harmless(text)
@@ -122,7 +146,11 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),
         f"| digest | `{manifest['digest']}` |",
         "",
-        *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
+        *(
+            [f"{refusal} {ELSEWHERE}"]
+            if refusal
+            else [f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts]
+        ),
     ]
     asymmetric = [scheme["weights"] for scheme in stored if not scheme["weights"]["symmetric"]]
     if any(weights.get("block_type") for weights in asymmetric):

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from quantflow.core.scheme import LinearScheme
 from quantflow.files.checkpoint import UnusedTensor
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import DEFAULT, FORMATS
@@ -11,6 +12,17 @@ from quantflow.planning.plan import Plan
 
 FORMAT = FORMATS[DEFAULT]
 _HEADS = ("lm_head", "embed_out")
+# Stock transformers knows the linears of these models under no names of their own: it would fill
+# their weights with random numbers, and only warn. It checks that this key is a number, and prints
+# what stands there instead. vLLM does not read it.
+REFUSED = "global_compression_ratio"
+CONV1D = "Conv1D weights: run with quantflow, see README"  # 50 characters are printed
+EXPERTS = "split experts: run with quantflow, see README"
+PACKED = "packed weights: run with quantflow, see README"
+# Types whose code in transformers initializes weights by their names once a checkpoint is read. A
+# packed linear has no tensor `weight`, and loading fails; dequantized as it loads, it has one.
+# benchmarks/families.py finds them.
+INITIALIZED = frozenset({"falcon", "falcon_mamba", "gpt_bigcode"})
 
 
 def artifact_config(
@@ -43,8 +55,30 @@ def artifact_config(
         model_type=graph.family.model_type,
         kv_cache=plan.kv_cache,
         modules=module_names(graph),
-    )
+    ) | for_transformers(graph, schemes)
     return own
+
+
+def for_transformers(graph: Graph, schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
+    """Keys of quantization_config for stock transformers, which else fails or reads other weights.
+
+    Args:
+        graph: linears of the model.
+        schemes: quantized linear -> its scheme.
+    """
+    whole = {part.name: len(one.parts) for one in graph.split.values() for part in one.parts}
+    parts = {whole[f"{name}.weight"] for name in schemes if f"{name}.weight" in whole}
+    if parts:
+        return {REFUSED: CONV1D if parts == {1} else EXPERTS}
+    kinds = set(schemes.values())
+    packed = any(kind.layout.endswith("pack-quantized") for kind in kinds)
+    if not packed or graph.family.model_type not in INITIALIZED:
+        return {}
+    # it dequantizes all linears by one scheme, and rounds no inputs then
+    alone = len(kinds) == 1 and all(
+        kind.layout == "pack-quantized" and kind.input is None for kind in kinds
+    )
+    return {"dequantize": True} if alone else {REFUSED: PACKED}
 
 
 def left_alone(
@@ -82,9 +116,11 @@ def left_alone(
     if not any(head in quantized for head in heads):
         # a head that is tied to the embedding may still have a bias of its own
         stored = {name.rpartition(".")[0] for name in infos}
-        left += [name for name in dict.fromkeys(heads) if name in stored] or [
-            graph.family.head_place
-        ]
+        named = [name for name in dict.fromkeys(heads) if name in stored]
+        place = graph.family.head_place
+        # the module that makes logits may lie inside of the one that has the bias (lm_head.decoder)
+        known = {modules.get(name, name) for name in named}
+        left += named if place in known else [*named, place]
     return list(dict.fromkeys([*left, *_unused_linears(unused)]))
 
 

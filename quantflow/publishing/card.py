@@ -66,7 +66,9 @@ def card(
         "pipeline_tag": _pipeline(config),
         "tags": list(dict.fromkeys(tags)),
     }
-    _, _, body = model_card(manifest).removeprefix("---\n").partition("---\n")
+    _, _, body = (
+        model_card(manifest, config["quantization_config"]).removeprefix("---\n").partition("---\n")
+    )
     front = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]  # JSON is YAML too
     made = ["## How it was made", "", f"    {one_line(made_by(manifest, base_model))}"]
     return "\n".join(

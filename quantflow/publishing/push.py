@@ -165,8 +165,9 @@ def _card(
     licensed: Mapping[str, str],
 ) -> tuple[bytes | None, list[str]]:
     """The card to upload, and what it lacks; None leaves a README.md as somebody wrote it."""
-    path = job.artifact / README
-    if path.is_file() and path.read_bytes() != model_card(manifest).encode():
+    path, config = job.artifact / README, read_json(job.artifact / CONFIG)
+    own = model_card(manifest, config["quantization_config"])
+    if path.is_file() and path.read_bytes() != own.encode():
         return None, ["README.md was changed since export; it goes as it is"]
     base_model = _base_model(job, manifest)
     lacks = []
@@ -179,7 +180,7 @@ def _card(
         lacks.append("no licence was found, so the card has none; write it there")
     text = card(
         manifest,
-        read_json(job.artifact / CONFIG),
+        config,
         owner=job.repository.partition("/")[0],
         base_model=base_model,
         license_tags=licensed,

@@ -739,7 +739,7 @@ def reseal_manifest(folder):
 def test_a_name_cannot_end_the_front_matter_of_a_card_or_be_html_in_it(artifact):
     body = json.loads((artifact / "quantflow.json").read_text())
     body["source"]["name"] = "x\n---\nlicense: mit\n# <script>alert(1)</script> | a | b"
-    card = model_card(body)
+    card = model_card(body, {})
     lines = card.splitlines()
     assert [number for number, line in enumerate(lines) if line == "---"] == [0, 4]
     assert "<script>" not in card and not any(line.startswith("license") for line in lines)
