@@ -138,6 +138,8 @@ def test_without_the_packages_the_command_that_installs_them_is_said(monkeypatch
     monkeypatch.setattr(openvino_ir, "PACKAGES", ("no_such_package",))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    packed = {"x.qweight": torch.zeros(1, 8, dtype=torch.int32)}
+    save_file(packed, tmp_path / "a" / "model.safetensors")
     code, said = run(tmp_path / "a", "-o", tmp_path / "b", capsys=capsys)
     assert (
         code == 6
