@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, MistralConfig, MixtralConfig
 
 from quantflow.core.scheme import preset, with_group_size
