@@ -30,7 +30,7 @@ def check_limits(limits: Mapping[str, float | None]) -> None:
     """
     shown = {name: value for name, value in limits.items() if value is not None}
     for name, value in shown.items():
-        if value < (least := _LEAST.get(name, 1)):
+        if not value >= (least := _LEAST.get(name, 1)):  # NaN too
             raise UsageError(f"{name}={value}", f"use {least} or more")
     for small, large, strict in _ORDER:
         if small in shown and large in shown and shown[small] > shown[large] - strict:
