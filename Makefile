@@ -1,5 +1,5 @@
 # The stages as targets: `make demo` and `make test` are all a newcomer needs.
-# MODEL, CALIBRATION, SAMPLES, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT, TEXT, GATE and TASKS are the arguments of the stage targets, DEVICE of gpu.
+# MODEL, CALIBRATION, SAMPLES, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT, TEXT, GATE and TASKS are the arguments of the stage targets, DEVICE of gpu and of FORMAT inc.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -112,8 +112,8 @@ quantize: $(READY) ## stage 2: MODEL, SCHEME, ALGORITHM
 	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) \
 	  --measurement $(MEASURED)
 
-export: $(READY) ## stage 4: FORMAT; inc takes the measurement, gguf the artifact
-	$(BIN)/quantflow export $(WORK)/$(EXPORTED) --format $(FORMAT)
+export: $(READY) ## stage 4: FORMAT; inc takes the measurement and DEVICE (gaudi2), gguf the artifact
+	$(BIN)/quantflow export $(WORK)/$(EXPORTED) --format $(FORMAT)$(if $(filter inc,$(FORMAT)), --device $(or $(DEVICE),gaudi2))
 
 validate: $(TEXTS)/heldout.jsonl ## stage 5: MODEL, TEXT, GATE, TASKS
 	$(BIN)/quantflow validate $(WORK)/4-export --baseline $(MODEL) --text $(TEXT) --report $(WORK)/5-validate$(if $(GATE), --gate $(GATE))$(if $(TASKS), --tasks $(TASKS))

@@ -15,7 +15,7 @@ import click
 
 from quantflow.distributed.launch import speaks
 from quantflow.exporting.job import ExportJob
-from quantflow.planning.recipe import recipe_from
+from quantflow.planning.recipe import Export, recipe_from
 from quantflow.stages.cli.options import (
     FOLDER,
     QUANT_CONFIG,
@@ -24,7 +24,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_job
+from quantflow.stages.cli.output import reporting, show, show_job, then
 from quantflow.stages.cli.quant_config_layer import given_config
 
 
@@ -82,3 +82,5 @@ def command(
         folder = job.run(progress).folder
     if speaks():
         show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
+        if job.options.format == Export().format:
+            then("validate", folder, "--baseline", model or "MODEL", shared=shared)

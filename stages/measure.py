@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
-from quantflow.distributed.launch import speaks
+from quantflow.distributed.launch import launched_rank, speaks
 from quantflow.errors import UsageError
 from quantflow.measuring.job import MeasureJob
 from quantflow.planning.plan_job import entries
-from quantflow.planning.recipe import recipe_from
+from quantflow.planning.recipe import Quantize, recipe_from
 from quantflow.stages.cli.options import (
     FOLDER,
     QUANT_CONFIG,
@@ -27,7 +27,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_job
+from quantflow.stages.cli.output import reporting, show, show_job, then
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
 
 
@@ -101,3 +101,11 @@ def command(
         result = job.run(progress)
     if speaks():
         show({"folder": str(result.folder)}, as_json=shared["as_json"], text=str(result.folder))
+        if max(measuring.ranks, (launched_rank() or (0, 1))[1]) > 1:
+            then("unify", "-m", result.folder, "-o", "DIR", shared=shared)
+            return
+        first = artifacts[0] if artifacts else Quantize(name="any", scheme="W4A16")
+        scheme = ["--scheme", first.scheme if isinstance(first.scheme, str) else "SCHEME"]
+        words = [*scheme, *(["--algorithm", first.algorithm] if first.algorithm else [])]
+        measured = ["--measurement", result.folder]
+        then("quantize", model, "-o", "DIR", *words, *measured, shared=shared)

@@ -65,7 +65,8 @@ def command(
 ) -> None:
     """Print the needs of a run: memory, disk, bytes, schemes.
 
-    No weight is read without --probe, which adds the time of each stage.
+    No weight is read without --probe, which adds the time of each stage. Without --for a scheme
+    that does not fit the model is left out, and the reason said.
 
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
@@ -89,7 +90,13 @@ def command(
             entry,
             entry_flags if has_groups(entry.get("scheme")) else {**entry_flags, "group_size": None},
         )
-    job = PlanJob(recipe=recipe_from(data), measured=whole, folder=Path(output), probe=probe)
+    job = PlanJob(
+        recipe=recipe_from(data),
+        measured=whole,
+        fitting=not whole and schemes is None,
+        folder=Path(output),
+        probe=probe,
+    )
     result = job.run()
     show(result, as_json=as_json, text=text(result))
 
@@ -123,6 +130,8 @@ def text(plan: Mapping[str, Any]) -> str:
     ]
     for artifact in plan["artifacts"]:
         lines += ["", *_artifact(artifact)]
+    if plan["left_out"]:
+        lines += ["", *(f"not planned: {e['cause']}; {e['fix']}" for e in plan["left_out"])]
     return "\n".join(lines)
 
 

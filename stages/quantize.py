@@ -44,7 +44,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import note, reporting, show, show_job, table
+from quantflow.stages.cli.output import note, reporting, show, show_job, table, then
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
 
 if TYPE_CHECKING:
@@ -170,6 +170,12 @@ def command(
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
+        if artifact is not None:
+            then("validate", folder, "--baseline", model, shared=shared)
+        elif shared["ranks"] > 1:
+            then("unify", "-m", folder, "-o", "DIR", shared=shared)
+        else:
+            then("export", folder, "-o", "DIR", shared=shared)
 
 
 def _read_planned(shared: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import click
 
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, show_job, table
+from quantflow.stages.cli.output import reporting, show, show_job, table, then
 from quantflow.unifying.job import UnifyJob
 
 
@@ -102,3 +102,8 @@ def command(
         result = job.run(progress)
     text = f"{table(*result.table())}\n{result.summary['folder']}"
     show(result.summary, as_json=shared["as_json"], text=text)
+    if (result.folder / "quantize.json").is_file():
+        then("export", result.folder, "-o", "DIR", shared=shared)
+    elif result.summary.get("mesh", {}).get("world") == 1:
+        words = ("--scheme", "W4A16", "--measurement", result.folder)
+        then("quantize", "MODEL", "-o", "DIR", *words, shared=shared)

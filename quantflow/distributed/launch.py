@@ -279,6 +279,8 @@ def launch(
                 started.append(
                     _start(folder, environment, shown=stream is not None and rank == 0, cores=bound)
                 )
+            if ranks > 1:  # each imports torch and transformers before it says anything
+                progress.say(f"{verb}: {ranks} ranks start, which may take half a minute")
             for rank, process in enumerate(started):
                 _watch(rank, process, said, stream)
             _wait(verb, started, said, progress, again=again)

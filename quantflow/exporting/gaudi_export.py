@@ -66,6 +66,7 @@ class Measured:
         ours: whether `quantflow measure` made them.
         digest: digest of each rank's files.
         observer: observer that kept the maxima.
+        cacheless: attention modules whose keys and values were not measured.
         fingerprints: fingerprints of the model, where the ranks know it.
     """
 
@@ -73,6 +74,7 @@ class Measured:
     ours: bool
     digest: Any
     observer: str = "maxabs"
+    cacheless: tuple[str, ...] = ()
     fingerprints: frozenset[str] = frozenset()
 
 
@@ -129,6 +131,12 @@ def run(job: ExportJob, progress: Progress) -> Path:
                     observer=measured.observer,
                     keep_originals=job.keep_originals,
                 )
+        if measured.cacheless:
+            progress.say(
+                f"export {job.output.name}: caches and products of {len(measured.cacheless)} "
+                f"attention modules are left out, {measured.cacheless[0]} first: their keys and "
+                "values were not measured"
+            )
         _report(job, measured.ranks, goal, progress)
     return job.output
 
@@ -191,13 +199,15 @@ def _measured(job: ExportJob) -> Measured:
             raise UnsupportedError(
                 f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names "
                 "of experts are not known here",
-                "export the measurement of a model without experts",
+                "measure with Gaudi's toolkit on the device and export its files, or make an "
+                "artifact in place of them: `quantflow quantize MODEL -o DIR --scheme FP8`",
             )
         measured = Measured(
             ranks=tuple(
                 Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements
             ),
             ours=True,
+            cacheless=gaudi_nodes.without_cache(measurements[0].statistics),
             digest=[one.meta["digest"] for one in measurements],
             fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
         )

@@ -31,6 +31,7 @@ from quantflow.measuring.text import SUFFIXES
 from quantflow.planning.recipe import Calibration
 from quantflow.progress import Progress
 from quantflow.shipped import CALIBRATION, shipped_texts
+from quantflow.sources.data_sets import require_reachable
 
 ROWS = 4096
 SPLITS = ("train", "validation", "test")
@@ -47,7 +48,8 @@ def text_path(source: str, progress: Progress) -> Path:
         progress: listener for downloads.
 
     Raises:
-        InputError: there is no such text, or a data set without a column of text.
+        InputError: there is no such text, a data set without a column of text, or no answer of the
+            hub.
         UnsupportedError: a data set, and `datasets` is not installed.
     """
     path = Path(source)
@@ -109,6 +111,7 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
             "data sets, is not installed"
         )
         raise UnsupportedError(cause, "check the path, or pip install datasets")
+    require_reachable(str(parts["name"]))
     progress.say(f"text: the first {ROWS} rows of {source} become {path}")
     lines = [
         # what is no JSON, such as an image, becomes a line that cannot be read

@@ -10,7 +10,7 @@ The numbers are those that the stages check before they begin (quantflow/plannin
 Calibration text is assumed to fill all its samples, which is the most that it can.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from quantflow.algorithms import TUNE
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
-from quantflow.errors import ResourceError
+from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.files.canonical import canonical_json, readable_json
 from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
@@ -96,7 +96,10 @@ def _planned(job: PlanJob) -> dict[str, Any]:
     graph = graph_for(config)
     model = model_size(checkpoint.infos_with_unused, config, graph)
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
-    plans = [resolve(entry, graph, shapes, measured=job.measured) for entry in recipe.quantize]
+    plans, refused = _resolved(job, graph, shapes)
+    planned = [plan.name for plan in plans]
+    recipe = replace(recipe, quantize=tuple(e for e in recipe.quantize if e.name in planned))
+    job = replace(job, recipe=recipe)
     lengths = _calibration_lengths(recipe, config)
     stats = (
         recipe.measure.stats
@@ -135,6 +138,10 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             "observers": list(stats),
         },
         "stages": stages,
+        "left_out": [
+            {"name": name, "cause": error.cause, "fix": error.remedy}
+            for name, error in refused.items()
+        ],
         "artifacts": [_artifact(checkpoint, graph, model, plan, recipe) for plan in plans],
         "total": {
             "peak_memory": max((stage["peak_memory"] for stage in stages), default=0),
@@ -143,6 +150,27 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             "seconds": sum(stage["seconds"] for stage in stages) if speed else None,
         },
     }
+
+
+def _resolved(
+    job: PlanJob, graph: Graph, shapes: Mapping[str, Sequence[int]]
+) -> tuple[list[Plan], dict[str, QuantflowError]]:
+    """The plans of the artifacts, and the refusals of those that are left out, by name.
+
+    Raises:
+        QuantflowError: an artifact is refused, and none is left out or none is left.
+    """
+    plans, refused = [], dict[str, QuantflowError]()
+    for entry in job.recipe.quantize:
+        try:
+            plans.append(resolve(entry, graph, shapes, measured=job.measured))
+        except (UsageError, UnsupportedError) as error:
+            if not job.fitting:
+                raise
+            refused[entry.name] = error
+    if refused and not plans:
+        raise next(iter(refused.values()))
+    return plans, refused
 
 
 def _stages(

@@ -15,7 +15,7 @@ from quantflow.core.scheme import (
     scheme_words,
     with_group_size,
 )
-from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.errors import InputError, SchemeError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.formats.llama_cpp.mixtures import type_of
 from quantflow.models.graph import Graph
@@ -358,7 +358,10 @@ def _schemes(
         if scheme is not None:
             features = _features(shapes, name)
             if name in overridden_names:
-                group_size_for(scheme.weights, features, name=name)
+                try:
+                    group_size_for(scheme.weights, features, name=name)
+                except SchemeError as error:
+                    raise SchemeError(f"{entry.name}: {error.cause}", error.remedy) from error
     if not any(schemes.values()):
         raise UsageError(
             f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize",

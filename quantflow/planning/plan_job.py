@@ -17,6 +17,8 @@ class PlanJob:
         recipe: its model, artifacts, calibration, validation and limits.
         measured: artifacts that need no statistics get a measurement as well, as `quantflow run`
             gives it to all.
+        fitting: leave out artifacts that the model does not take, and say why; otherwise the first
+            of them is refused.
         folder: a folder on the disk that would be written.
         probe: read, run and round parts of one layer on the recipe's device, to say how long
             everything takes; without, no weight is read and no device is needed.
@@ -24,6 +26,7 @@ class PlanJob:
 
     recipe: Recipe
     measured: bool = True
+    fitting: bool = False
     folder: Path = Path()
     probe: bool = False
 

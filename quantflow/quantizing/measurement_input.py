@@ -99,9 +99,10 @@ def _found(
             return folder, _merged(folder, ranks)
         if len(ranks) > 1:
             reads = "one" if cards == 1 else f"one or, with --ranks {cards}, {cards}"
+            groups = ", each merged of a group by unify" if "unified" in read_meta(ranks[0]) else ""
             raise InputError(
-                f"{folder}: holds {len(ranks)} ranks, quantize reads {reads}",
-                "run `quantflow unify` on it first",
+                f"{folder}: holds {len(ranks)} ranks{groups}; quantize reads {reads}",
+                _one_of_all(folder),
             )
         folder = ranks[0] if ranks else folder
     if stage_folder.done(folder) is None and stage_folder.done(folder.parent) is None:
@@ -113,9 +114,17 @@ def _found(
     if measurement.meta["mesh"]["world"] != 1:
         raise InputError(
             f"{folder}: one of {measurement.meta['mesh']['world']} ranks",
-            "run `quantflow unify` first",
+            _one_of_all(folder.parent),
         )
     return folder, measurement
+
+
+def _one_of_all(folder: Path) -> str:
+    """The remedy for ranks that are no single measurement, merged in groups or not."""
+    return (
+        f"make one of all: `quantflow unify -m {folder} -o DIR` without -g and --ranks; give DIR "
+        "as --measurement"
+    )
 
 
 def _merged(folder: Path, ranks: list[Path]) -> Measurement:

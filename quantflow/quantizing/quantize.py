@@ -24,6 +24,7 @@ File to file a rank reads no more than its slice. Where the model runs, every ra
 layer; the ranks share its work and exchange the results (quantflow/distributed/team.py).
 """
 
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -77,6 +78,7 @@ from quantflow.quantizing.shards.share import STAGE, WHOLE, CardShare
 from quantflow.quantizing.static_inputs import inputs_of
 from quantflow.quantizing.undercalibrated import check_before, described
 from quantflow.sources.models import model_folder
+from quantflow.units import duration
 
 if TYPE_CHECKING:
     from quantflow.models.load import Source
@@ -282,6 +284,7 @@ def _quantize(
     team: Team = ALONE,
 ) -> Path:
     """Quantize the share of this process into the job's folder, together with the team."""
+    began = time.monotonic()
     plan = model.plan
     source = model.source
     graph = model.graph
@@ -386,6 +389,11 @@ def _quantize(
         # Scratch stays until every card is finished: one that resumes needs the others' states.
         team.wait()
         layer_store.remove_scratch(job.output)
+        progress.say(
+            f"quantize {job.entry.name}: {len(plan.quantized)} linears of {len(graph.layers)} "
+            f"layers, {'file to file' if plan.file_to_file else 'layer by layer'}; "
+            f"{duration(time.monotonic() - began)}"
+        )
         for line in account(
             f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device
         ):

@@ -28,6 +28,7 @@ from quantflow.runtime.generate_job import (
     KV_CACHE_HELP,
     REVISION_HELP,
 )
+from quantflow.runtime.request_limits import check_limits
 from quantflow.settings import check_numbers, device_flag, setting
 
 SERVE = ("serve",)
@@ -104,12 +105,16 @@ class Limits:
     validation_workers: int = _limit(2, "--validation-workers", "Threads that tokenize.", least=1)
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are no limits; `BatchLimits` refuses contradictions.
+        """Refuse numbers that are no limits, or contradict each other.
+
+        `BatchLimits` refuses what contradicts the model.
 
         Raises:
-            UsageError: a number is out of bounds; the message names it.
+            UsageError: a number is out of bounds, or two do not go together; the message names
+                them.
         """
         check_numbers(self)
+        check_limits(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ window by window. Windows are independent, so several run at once; in memory are
 model for each of them.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,43 @@ class Comparing:
         finally:
             for states in hidden.values():
                 states.close()
+
+    @torch.no_grad()
+    def seconds(self, *, kept: Collection[str] = ()) -> float:
+        """The seconds that `scores` will take, from one window through a layer and every head.
+
+        Products alone would promise too little: of a small model attention, the softmax over the
+        vocabulary and the reading of layers take most of the time.
+
+        Args:
+            kept: models whose hidden states after the last layer are there already.
+        """
+        window = max(self.sequences, key=len)
+        once = each = 0.0
+        logits = {}
+        for name, stream in self.streams.items():
+            layers = self._layers_of(name)
+            (state,) = stream.begin([window], hidden=HiddenStates(1, device=self._device))
+            moments = [time.perf_counter()]
+            with stream.layer(next(i for i, layer in enumerate(layers) if not layer.skipped)) as at:
+                moments.append(time.perf_counter())
+                stream.run(at, state)  # the first is slower
+                moments.append(time.perf_counter())
+                hidden = stream.run(at, state)
+                moments.append(time.perf_counter())
+            if name not in kept:
+                once += len(layers) * (moments[1] - moments[0])
+                each += len(layers) * (moments[3] - moments[2])
+            began = time.perf_counter()
+            with stream.head():
+                once += time.perf_counter() - began
+                began = time.perf_counter()
+                logits[name] = stream.finish(hidden)[0].float()
+                each += time.perf_counter() - began
+        began = time.perf_counter()
+        scores(logits.pop(BASELINE), logits, self._device.put(window))
+        each += time.perf_counter() - began
+        return once + each * sum(map(len, self.sequences)) / len(window) / self.workers
 
     @property
     def _device(self) -> Device:

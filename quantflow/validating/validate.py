@@ -22,7 +22,6 @@ diagnosis and tasks on the CPU.
 """
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,7 +60,7 @@ from quantflow.planning.device_memory import allow_on_device, validate_on_device
 from quantflow.planning.finished_plan import head_from, kv_words_of
 from quantflow.planning.recipe import Compute, Validate
 from quantflow.planning.resources import allow_validate, compare
-from quantflow.planning.sizes import ModelSize, model_size
+from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
 from quantflow.shipped import EVALUATION
@@ -85,9 +84,6 @@ from quantflow.validating.windows import evaluation_sequences
 VERSION = 4
 RESAMPLES = 2000
 CACHE = "validation-cache"
-# seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M
-# weights
-OTHER_WORK = 1.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,26 +508,16 @@ def _compare_with_baseline(
     ran = [
         name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))
     ]
-    took = f" on {device.name}"
-    if device.is_host:
-        seconds = _seconds(
-            sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers
-        )
-        took = f", about {duration(seconds)}"
     reused = {"noise": not with_noise, BASELINE: BASELINE not in ran}
     kept = (
         f", {' and '.join(name for name in reused if reused[name])} kept from before"
         if any(reused.values())
         else ""
     )
-    progress.say(
-        f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} "
-        f"tokens{took}{kept}"
-    )
     need = validate_on_device(sizes, lengths=lengths, models=len(streams), dtype=dtype, head=head)
     allow_on_device(need, job.resources, device)
     process_memory.reset_peak()
-    compared = Comparing(
+    comparing = Comparing(
         streams=streams,
         sequences=sequences,
         folder=layer_store.scratch(job.folder),
@@ -543,34 +529,19 @@ def _compare_with_baseline(
         stage=f"validate {job.artifact.name}",
         progress=progress,
         workers=allowance.workers if device.is_host else 1,
-    ).scores()
+    )
+    took = f" on {device.name}"
+    if device.is_host:
+        took = f", about {duration(comparing.seconds(kept=streams.keys() - set(ran)))}"
+    progress.say(
+        f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} "
+        f"tokens{took}{kept}"
+    )
+    compared = comparing.scores()
     progress.note(
         compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak)
     )
     return compared
-
-
-def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers: int) -> float:
-    """The seconds that a validation will take, from this machine's speed of multiplying now.
-
-    Args:
-        sizes: sizes of the model.
-        tokens: number of tokens of all windows.
-        models: number of models whose layers run.
-        heads: number of models that are scored.
-        workers: number of windows at once.
-    """
-    rows, hidden = 256, sizes.hidden
-    x, weight = torch.ones(rows, hidden), torch.ones(hidden, hidden)
-    times = []
-    for _ in range(4):  # the first is slower
-        began = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        times.append(time.perf_counter() - began)
-    products = tokens * (
-        models * sum(layer.elements for layer in sizes.layers) + heads * sizes.head[0]
-    )
-    return OTHER_WORK * products * min(times) / (rows * hidden * hidden) / workers
 
 
 def bits_per_weight(artifact: Artifact) -> float:

@@ -72,6 +72,17 @@ def show(result: Any, *, as_json: bool, text: str) -> None:
         )
 
 
+def then(*words: object, shared: Mapping[str, Any]) -> None:
+    """Print the command that usually comes next to stderr, so that stdout holds the result alone.
+
+    Args:
+        words: the words after `quantflow`; in capitals what the user has to choose.
+        shared: the options of `common`.
+    """
+    command = shlex.join(["quantflow", *map(str, words)])
+    note(f"next: {command}", as_json=shared["as_json"], quiet=shared["quiet"])
+
+
 def note(text: str, *, as_json: bool, quiet: bool = False) -> None:
     """Print one line to stderr about how the command line is read; nothing beside --json or -q."""
     if not (as_json or quiet):

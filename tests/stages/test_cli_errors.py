@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_used_is_refused_by_every_verb_that_reads_it(
         ("a.jsonl", b'{"input_ids": [5]}\n', "2 tokens are needed"),
         ("a.txt", b"good\xffbad", "UTF-8"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
-        ("a.jsonl", b'{"txt": "fine"}\n', "text, messages, input_ids"),
+        ("a.jsonl", b'{"txt": "fine"}\n', "give each row text, messages, "),
         ("a.csv", b"text\n", "csv"),
     ],
 )

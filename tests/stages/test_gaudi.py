@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from quantflow.core.scale_rules import SCALE_METHODS
 from quantflow.files.manifest import read_manifest
@@ -378,6 +379,37 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
     found = read_triple(scales).nodes
     assert found.keys() == {*triple.nodes, *softmax}
     assert found["model.layers.0.self_attn.softmax"].inputs == ()
+
+
+def test_a_mixture_is_refused_with_what_its_user_can_do(
+    tmp_path, family_model, text_files, refused
+):
+    model = family_model("mixtral")
+    line = ("--calibration", text_files["calibration"], "--samples", "2", "--stats", "amax")
+    assert run("measure", model, "-o", tmp_path / "m", *line) == 0
+    inc = ("--format", "inc", "--device", "gaudi2")
+    told = refused(6, "export", tmp_path / "m", "-o", tmp_path / "a", *inc)
+    assert "measured on a mixtral, Gaudi's names of experts are not known here" in told
+    assert "make an artifact in place of them: `quantflow quantize MODEL -o DIR" in told
+
+
+def test_linears_of_attention_without_a_measured_cache_are_exported_and_it_is_said(
+    tmp_path, llama, text_files, capsys
+):
+    model = tmp_path / "gpt2"
+    vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes)).save_pretrained(model)
+    for path in llama.glob("tokenizer*"):
+        shutil.copy(path, model)
+    line = ("--calibration", text_files["calibration"], "--samples", "2", "--stats", "amax")
+    assert run("measure", model, "-o", tmp_path / "m", *line) == 0
+    inc = ("--format", "inc", "--device", "gaudi2", "--model", model)
+    assert run("export", tmp_path / "m", "-o", tmp_path / "a", *inc) == 0
+    told = capsys.readouterr().err
+    assert "attention modules are left out, transformer.h.0.attn first: their keys and" in told
+    nodes = read_triple(find_triples(tmp_path / "a" / "hqt_output")[0]).nodes
+    assert "transformer.h.0.attn.c_proj" in nodes and "transformer.h.0.attn" not in nodes
 
 
 def test_ranks_have_files_of_their_own(tmp_path, measured, llama, refused):

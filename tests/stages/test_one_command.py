@@ -80,6 +80,8 @@ def test_it_goes_on_where_it_stopped(llama, tmp_path, monkeypatch, capsys):
 
 def test_an_artifact_of_other_inputs_is_replaced_only_by_force(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16") == 0
+    told = capsys.readouterr().err
+    assert "quantize w8a16: 14 linears of 2 layers, file to file; " in told
     assert not (work_folder(tmp_path / "a") / "1-measure").exists()  # weights alone decide
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "FP8_DYNAMIC") == 2
     assert "was made from other inputs" in capsys.readouterr().err

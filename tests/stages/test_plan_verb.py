@@ -316,3 +316,16 @@ def test_a_group_size_is_that_of_every_scheme_with_groups(planned):
     )
     more = 16 / 32 - 16 / 128  # a bfloat16 scale for 32 weights instead of 128
     assert [a - b for a, b in zip(bits, before, strict=True)] == pytest.approx([more, more, 0])
+
+
+def test_a_scheme_that_does_not_fit_is_named_and_the_others_are_planned(planned, llama, capsys):
+    plan = planned(llama)  # inputs of 64
+    (left,) = plan["left_out"]
+    assert left["name"] == "fp8_block" and "in_features=64" in left["cause"]
+    assert left["fix"].startswith("choose a scheme without blocks, such as FP8_DYNAMIC")
+    assert "fp8_block" not in [artifact["name"] for artifact in plan["artifacts"]]
+    assert len(plan["artifacts"]) > 5
+    assert run("plan", llama) == 0
+    assert "not planned: fp8_block: model.layers.0." in capsys.readouterr().out
+    assert run("plan", llama, "--for", "FP8_BLOCK,FP8") == 2  # asked for by name
+    assert "error: fp8_block: model.layers.0." in capsys.readouterr().err

@@ -274,7 +274,24 @@ def test_a_measurement_of_another_number_of_ranks_is_refused_with_both(
         ranks,
     )
     assert quantflow(*line) == 3
-    assert "holds 2 ranks, quantize reads one or, with --ranks 4, 4" in capsys.readouterr().err
+    assert "holds 2 ranks; quantize reads one or, with --ranks 4, 4" in capsys.readouterr().err
+
+
+def test_of_sets_that_unify_merged_the_command_that_makes_one_is_said(
+    llama: Path, ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantflow("unify", "--ranks", "2", "-m", ranks, "-o", tmp_path / "u") == 0
+    line = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "FP8", "--measurement")
+    for given in (tmp_path / "u", tmp_path / "u" / "rank-000-of-002"):
+        capsys.readouterr()
+        assert quantflow(*line, given) == 3
+        told = capsys.readouterr().err
+        assert f"make one of all: `quantflow unify -m {tmp_path / 'u'} -o DIR` without -g" in told
+    assert quantflow(*line, tmp_path / "u") == 3
+    assert "holds 2 ranks, each merged of a group by unify; quantize" in capsys.readouterr().err
+    assert quantflow("unify", "-m", tmp_path / "u", "-o", tmp_path / "one") == 0
+    assert "next: quantflow quantize MODEL -o DIR" in capsys.readouterr().err
+    assert quantflow(*line, tmp_path / "one", "--no-export") == 0
 
 
 def test_finished_ranks_are_left_alone(

@@ -544,8 +544,9 @@ def test_every_variable_of_the_makefile_becomes_the_option_of_its_verb(make, tmp
     )
     assert (
         line("export", "FORMAT=inc")
-        == f"export {work}/1-measure -o {work}/4-export-inc --format inc"
+        == f"export {work}/1-measure -o {work}/4-export-inc --format inc --device gaudi2"
     )
+    assert line("export", "FORMAT=inc", "DEVICE=gaudi3").endswith(" --device gaudi3")
     assert (
         line("export", "FORMAT=gguf")
         == f"export {work}/4-export -o {work}/4-export-gguf --format gguf"
@@ -555,7 +556,8 @@ def test_every_variable_of_the_makefile_becomes_the_option_of_its_verb(make, tmp
 def test_the_result_is_a_table_of_what_was_merged_how_and_the_folder(said, tmp_path):
     ranks(tmp_path / "m", tp=2, dp=2)
     code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
-    assert (code, err) == (0, "")
+    words = f"--scheme W4A16 --measurement {tmp_path / 'u'}"
+    assert (code, err) == (0, f"next: quantflow quantize MODEL -o DIR {words}\n")
     assert out.splitlines() == [
         "statistic     rule                        count",
         "------------  --------------------------  -----",

@@ -105,6 +105,25 @@ def test_every_stage_says_up_to_date_the_second_time_and_writes_nothing(as_json,
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "follows"),
+    [
+        ("measure", "quantize {llama} -o DIR --scheme W4A16 --measurement {work}/1"),
+        ("quantize", "export {work}/2 -o DIR"),
+        ("export", "validate {work}/4 --baseline MODEL"),
+    ],
+)
+def test_a_stage_says_the_command_that_comes_next_beside_its_result(
+    capsys, lines, done, llama, name, follows
+):
+    assert run(*lines[name]) == 0
+    told = f"next: quantflow {follows.format(llama=llama, work=done)}"
+    assert told in capsys.readouterr().err.splitlines()
+    for silent in ("-q", "--json"):
+        assert run(*lines[name], silent) == 0
+        assert "next: " not in capsys.readouterr().err
+
+
 def test_without_json_a_stage_prints_its_folder_and_validate_a_table(capsys, lines, done):
     assert run(*lines["quantize"]) == 0
     assert capsys.readouterr().out == f"{done / '2'}\n"

@@ -47,6 +47,7 @@ ROW_PARALLEL = (
 _INSIDE_VLLM = ".attn.impl"
 _CACHES = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 FUSED_ATTENTION = "fused_scaled_dot_product_attention"
+_QUERIES_ALONE = {"query"}
 _TYPES = {
     **dict.fromkeys(_CACHES, MATMUL),
     **dict.fromkeys(_CACHES.values(), CACHE),
@@ -62,7 +63,8 @@ _BY_COUNTS = {(1, 0): CACHE, (2, 0): MATMUL, (3, 2): ATTENTION}
 def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
     """Nodes of optimum-habana's model from our statistics.
 
-    Linears have the maxima of their outputs too.
+    Linears have the maxima of their outputs too. An attention module whose keys and values were
+    not measured is left out: nothing is known of the second inputs of its products.
 
     Args:
         statistics: `<source name>|<site>|amax` -> float32 []; other keys are not read.
@@ -79,6 +81,8 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
         if "k_cache" in seen or "v_cache" in seen:
             nodes |= _attention(name, seen)
             continue
+        if seen.keys() == _QUERIES_ALONE:
+            continue
         missing = [site for site in ("input", "weight") if site not in seen]
         if missing:
             raise StatisticsError(
@@ -88,6 +92,14 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
         outputs = (seen["output"],) if "output" in seen else ()
         nodes[name] = Node(inputs=(seen["input"],), outputs=outputs, weight=seen["weight"])
     return nodes
+
+
+def without_cache(statistics: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The attention modules of whose inputs queries alone were measured."""
+    sites: dict[str, set[str]] = {}
+    for name, site in by_site(statistics):
+        sites.setdefault(name, set()).add(site)
+    return tuple(name for name, seen in sites.items() if seen == _QUERIES_ALONE)
 
 
 def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:

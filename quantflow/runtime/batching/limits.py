@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import require
+from quantflow.runtime.request_limits import check_limits
 
 _POSITIONS = 4096  # positions of a model that has no bound of its own
 _ROWS = 64  # running rows
@@ -58,26 +58,7 @@ class BatchLimits:
         Raises:
             UsageError: naming them.
         """
-        for name, value in vars(self).items():
-            least = (
-                0
-                if name in ("waiting_served_ratio", "max_waiting_tokens", "queue_threshold_ms")
-                else 1
-            )
-            require(value is None or value >= least, f"{name}={value}", f"use {least} or more")
-        shown = {name: value for name, value in vars(self).items() if value is not None}
-        for small, large, strict in (
-            ("max_input_tokens", "max_total_tokens", True),
-            ("max_input_tokens", "max_batch_prefill_tokens", False),
-            ("max_batch_prefill_tokens", "max_batch_total_tokens", False),
-            ("max_total_tokens", "max_batch_total_tokens", False),
-        ):
-            if small in shown and large in shown and shown[small] > shown[large] - strict:
-                sign = "<" if strict else "<="
-                raise UsageError(
-                    f"{small}={shown[small]}, {large}={shown[large]}",
-                    f"keep {small} {sign} {large}",
-                )
+        check_limits(vars(self))
 
     @property
     def rows(self) -> int:

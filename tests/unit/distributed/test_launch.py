@@ -165,6 +165,9 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 """
 
 
+QUIET = ProgressLine(quiet=True)
+
+
 @dataclass(frozen=True)
 class Nothing:
     """A job; what the ranks of these tests do does not depend on it."""
@@ -176,15 +179,13 @@ class Nothing:
 def started(monkeypatch, tmp_path):
     """A function that launches ranks which run `body`, and returns what `launch` does."""
 
-    def run(body, *, ranks=2, stream=None):
+    def run(body, *, ranks=2, stream=None, progress=QUIET):
         script = tmp_path / "rank.py"
         script.write_text(RANK.format(body=body))
         command = lambda _module, arguments: [sys.executable, "-P", str(script), *arguments]  # noqa: E731
         monkeypatch.setattr(launching.child_process, "python_module", command)
         monkeypatch.setattr(launching, "_GRACE", 0.5)
-        return launch(
-            "measure", Nothing(), ranks=ranks, progress=ProgressLine(quiet=True), stream=stream
-        )
+        return launch("measure", Nothing(), ranks=ranks, progress=progress, stream=stream)
 
     return run
 
@@ -197,6 +198,13 @@ def test_the_first_ranks_output_and_result_come_back_and_the_others_are_hushed(s
     )
     assert started(body, ranks=3, stream=pieces.append) == {"tokens": 3}
     assert "".join(pieces) == "rank 0 of 3\n"
+
+
+def test_the_start_of_several_ranks_is_said(started, capsys):
+    started("", ranks=2, progress=ProgressLine())
+    assert capsys.readouterr().err == "measure: 2 ranks start, which may take half a minute\n"
+    started("", ranks=1, progress=ProgressLine())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_rank_that_fails_ends_the_others_and_its_sentence_and_code_are_raised(started):

@@ -1,6 +1,7 @@
 """Texts by file, folder, shipped name and data set of the hub, and what is refused."""
 
 import json
+import socket
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -15,6 +16,7 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration
 from quantflow.progress import SILENT
 from quantflow.shipped import CALIBRATION, EVALUATION
+from quantflow.sources.data_sets import require_reachable
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def datasets(monkeypatch, tmp_path):
     module.load_dataset = load_dataset
     module.__spec__ = SimpleNamespace(name="datasets")
     monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(text_sources, "require_reachable", lambda _name: None)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return asked
 
@@ -142,6 +145,16 @@ def test_a_data_set_is_cut_at_so_many_rows(datasets, monkeypatch):
 def test_data_sets_without_text_are_refused(datasets, source, said):
     with pytest.raises(InputError, match=said):
         text_path(source, SILENT)
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once(datasets, monkeypatch):
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(text_sources, "require_reachable", require_reachable)
+        with pytest.raises(InputError, match=r"org/plain: no file .* cannot be reached; check"):
+            text_path("org/plain", SILENT)
+    assert not datasets
 
 
 def test_without_the_package_its_name_is_said(monkeypatch, tmp_path):

@@ -88,6 +88,23 @@ def test_a_watermark_on_float8_weights_is_refused_in_gaudis_words():
         check(Asked(watermark=True), Limits(), text="def", float8=True)
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_input_tokens": 0}, "max_input_tokens=0; use 1 or more"),
+        ({"max_batch_size": 0}, "max_batch_size=0; use 1 or more"),
+        (
+            {"max_input_tokens": 9, "max_total_tokens": 9},
+            "max_input_tokens=9, max_total_tokens=9; keep max_input_tokens < max_total_tokens",
+        ),
+    ],
+)
+def test_limits_that_let_nothing_through_are_refused_before_a_model_is_loaded(limits, message):
+    with pytest.raises(UsageError, match=message):
+        Limits(**limits)
+    assert Limits(max_top_n_tokens=0, max_waiting_tokens=0, queue_threshold_ms=0)
+
+
 def test_lengths_have_tgis_words():
     most = {"max_input_tokens": 10, "max_total_tokens": 12}
     assert new_tokens(Asked(max_new_tokens=2), prompt=10, **most) == 2

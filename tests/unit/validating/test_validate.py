@@ -60,15 +60,15 @@ def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, t
         heads = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in sequences]
         return {"measurement": {"calibration": {"sequence_length": 128}, "sequence_heads": heads}}
 
-    assert validate._sequences(job, manifest(short))
+    assert validate._sequences(job, manifest(short), QUIET)
     with pytest.raises(
         InputError,
         match="document 2, tokens 0 to 63: the first 64 tokens of a calibration sequence",
     ):
-        validate._sequences(job, manifest(short, long))
+        validate._sequences(job, manifest(short, long), QUIET)
     # of a window of packed text
     with pytest.raises(InputError, match="document 2, tokens 7 to 70: the first 64 tokens"):
-        validate._sequences(job, manifest(short, long[7:]))
+        validate._sequences(job, manifest(short, long[7:]), QUIET)
 
 
 QUIET = ProgressLine(quiet=True)

@@ -14,6 +14,7 @@ from quantflow.formats.gaudi.gaudi_nodes import (
     postprocess,
     statistics_from,
     unmeasured,
+    without_cache,
     without_outputs,
 )
 from quantflow.formats.gaudi.scale_methods import method_config
@@ -99,6 +100,15 @@ def test_a_measurement_without_queries_has_no_product_of_queries_and_says_so(sta
     nodes = nodes_from(statistics)
     assert unmeasured(nodes) == ("matmul_qk",)
     assert unmeasured({}) == ("matmul_qk", "matmul_av", "k_cache", "v_cache")
+
+
+def test_attention_of_which_queries_alone_were_measured_is_left_out_and_named(statistics):
+    for site in ("k_cache", "v_cache"):
+        for key in [key for key in statistics if key.startswith(f"{A}|{site}")]:
+            del statistics[key]
+    assert without_cache(statistics) == (A,)
+    assert not [name for name in nodes_from(statistics) if name.startswith((f"{A}.m", f"{A}.k_c"))]
+    assert f"{A}.o_proj" in nodes_from(statistics)
 
 
 @pytest.mark.parametrize("site", ["input", "weight"])
