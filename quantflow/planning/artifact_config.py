@@ -23,7 +23,7 @@ PACKED = "packed weights: run with quantflow, see README"
 INITIALIZED = frozenset(
     {
         *("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "modernbert-decoder"),
-        *("nanochat", "xlstm"),
+        *("nanochat", "recurrent_gemma", "xlstm"),
     }
 )
 
