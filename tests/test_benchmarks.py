@@ -817,6 +817,26 @@ def test_a_type_passes_when_no_stage_has_a_reason_and_types_that_cannot_be_made_
     )
 
 
+def test_an_artifact_in_stock_transformers_has_columns_and_does_not_decide_who_passes(part):
+    families = part("families")
+    done = {"measure": None, "W4A16": None}
+    rows = {
+        "a": {**done, "stock W4A16": None},
+        "b": {**done, "stock W4A16": f"{families.LOUDLY}Conv1D"},
+        "c": {**done, "stock W4A16": f"{families.SILENTLY}the logits differ"},
+    }
+    told = families.table(rows, {})
+    assert all(families.passes(row) for row in rows.values())
+    assert "- W4A16: 3 of 3 types pass, 100.0%" in told
+    assert (
+        "- W4A16, the artifact in stock transformers: 1 right, 1 refused with an error, "
+        "1 silently wrong"
+    ) in told
+    assert "| type | W4A16 | stock W4A16 |" in told and "| a | yes | yes |" in told
+    assert "| b | yes | no (1) |" in told
+    assert f"1. stock W4A16, b: {families.LOUDLY}Conv1D" in told
+
+
 def test_a_soak_names_what_a_server_did_not_keep(part):
     soak = part("soak")
     names = (

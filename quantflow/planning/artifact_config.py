@@ -22,7 +22,12 @@ PACKED = "packed weights: run with quantflow, see README"
 # Types whose code in transformers initializes weights by their names once a checkpoint is read. A
 # packed linear has no tensor `weight`, and loading fails; dequantized as it loads, it has one.
 # benchmarks/families.py finds them.
-INITIALIZED = frozenset({"falcon", "falcon_mamba", "gpt_bigcode"})
+INITIALIZED = frozenset(
+    {
+        *("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "modernbert-decoder"),
+        *("nanochat", "recurrent_gemma", "xlstm"),
+    }
+)
 
 
 def artifact_config(
