@@ -94,6 +94,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show what the forks print")
     given = parser.parse_args(words)
     chosen = entries(given.only)
+    if not chosen:
+        parser.error(f"--only {' '.join(given.only)}: no name of released/ contains this")
+    there = [given.work / name for name in chosen if given.work and (given.work / name).exists()]
+    if there and not given.table:
+        parser.error(f"{there[0]}: exists already; delete it, or give another --work")
     rows: dict[str, Steps] = (
         json.loads(given.results.read_text()) if given.results.is_file() else {}
     )
