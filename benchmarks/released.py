@@ -12,7 +12,7 @@ model (_released_models.py), whose tensors must be called exactly as the release
 Then it goes through the commands: inspect, plan, and for W4A16 (gptq) and FP8_DYNAMIC: quantize,
 export with its proof, verify, a look for the side files, generate, and stock transformers. That
 must load the artifact with no key missing, mismatched or unexpected that is not so with the source,
-and answer nearly as it answers with the source.
+answer nearly as it answers with the source, and as our runtime answers with the artifact.
 
 One that is quantized already is inspected and generated from, its dequantized weights must answer
 nearly as the model did before, and they are quantized again. One that has to be refused says with
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from _forks import ForkError, first_line, in_fork
 from _released_models import Entry, Untrue, entries, write_repository
-from _released_stock import Seen, difference, look
+from _released_stock import TOKENS, Seen, difference, look, tokens
 from families import _ForkedProver
 from transformers.utils import logging
 
@@ -64,8 +64,12 @@ COLUMNS = (
     *OF_QUANTIZED,
     REFUSED,
 )
-# of the logits' norm: what 4 and 8 bits cost a random model, far below what a wrong weight does
-NEAR = {"W4A16": 0.5, "FP8_DYNAMIC": 0.3, "same": 0.5}
+# of the logits' norm: what 4 and 8 bits cost a tiny random model; another model is off by 1.4
+NEAR = {"W4A16": 0.7, "FP8_DYNAMIC": 0.4, "same": 0.7}
+# the same weights by another program: sums in another order, and tokens that go to other experts;
+# where inputs are rounded too, one between two codes may fall to either; `same` compares a runtime
+# that rounds inputs with one that does not
+AGREED = {"W4A16": 0.02, "FP8_DYNAMIC": 0.2, "same": 0.4}
 # what a program that runs the artifact reads beside the weights, and what its licence asks for
 BESIDE = re.compile(
     r"(tokenizer|tekken|tiktoken|spiece|sentencepiece|vocab|merges|special_tokens|added_tokens)"
@@ -90,6 +94,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show what the forks print")
     given = parser.parse_args(words)
     chosen = entries(given.only)
+    if not chosen:
+        parser.error(f"--only {' '.join(given.only)}: no name of released/ contains this")
+    there = [given.work / name for name in chosen if given.work and (given.work / name).exists()]
+    if there and not given.table:
+        parser.error(f"{there[0]}: exists already; delete it, or give another --work")
     rows: dict[str, Steps] = (
         json.loads(given.results.read_text()) if given.results.is_file() else {}
     )
@@ -213,7 +222,8 @@ def _of_scheme(scheme: str, folder: Path, source: Seen | None, *, mixture: bool)
     found[f"{scheme} verify"] = _reason(partial(_command, "verify", artifact))
     found[f"{scheme} files"] = _reason(partial(_arrived, model, artifact))
     found[f"{scheme} generate"] = _reason(partial(_generated, artifact))
-    found[f"{scheme} stock"] = _reason(partial(_as_source, artifact, source, NEAR[scheme]))
+    ours = artifact if found[f"{scheme} generate"] is None else None
+    found[f"{scheme} stock"] = _reason(partial(_as_source, artifact, source, scheme, ours=ours))
     return found
 
 
@@ -228,7 +238,8 @@ def _of_quantized(folder: Path) -> Steps:
         ),
     }
     if found["dequantize"] is None:
-        found["same"] = _reason(lambda: _as_source(opened, _stock(plain), NEAR["same"]))
+        ours = model if found["run"] is None else None
+        found["same"] = _reason(lambda: _as_source(opened, _stock(plain), "same", ours=ours))
     words = ("quantize", "--dequantize", model, "-o", folder / "again", "--no-export")
     found["again"] = _reason(partial(_command, *words, "--scheme", "FP8_DYNAMIC"))
     return found
@@ -243,29 +254,29 @@ def _reason(run: Callable[[], object]) -> str | None:
         run()
     except QuantflowError as error:
         return f"exit {error.exit_code}: {error.cause} / {error.remedy}"
-    except (_CommandFailed, ForkError) as error:
+    except (_Failed, ForkError) as error:
         return str(error)
     except Exception as error:
         return first_line(error)
     return None
 
 
-class _CommandFailed(Exception):
-    """A command that did not exit 0; the message has its exit code and its two lines."""
+class _Failed(Exception):
+    """What a step found, in the words of the table."""
 
 
 def _command(*words: str | Path) -> str:
     """What a command of quantflow prints to stderr, run in this process.
 
     Raises:
-        _CommandFailed: it did not exit 0.
+        _Failed: it did not exit 0.
     """
     code, said = _ran(*words)
     if code:
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         last = [i for i, line in enumerate(lines) if line.startswith("error: ")] or [-1]
         text = " / ".join(lines[last[-1] :][:2]).removeprefix("error: ")
-        raise _CommandFailed(f"exit {code}: {text}")
+        raise _Failed(f"exit {code}: {text}")
     return said
 
 
@@ -296,7 +307,7 @@ def _arrived(model: Path, artifact: Path) -> None:
     """Look for what lies beside the weights.
 
     Raises:
-        ValueError: a file is not in the artifact.
+        _Failed: a file is not in the artifact.
     """
     names = sorted(str(path.relative_to(model)) for path in model.rglob("*") if path.is_file())
     lost = [
@@ -306,7 +317,7 @@ def _arrived(model: Path, artifact: Path) -> None:
         if not (artifact / name).is_file()
     ]
     if lost:
-        raise ValueError(f"not in the artifact: {', '.join(lost)}")
+        raise _Failed(f"not in the artifact: {', '.join(lost)}")
 
 
 def _generated(artifact: Path) -> None:
@@ -317,32 +328,60 @@ def _stock(folder: Path) -> Seen:
     """What stock transformers says of a folder.
 
     Raises:
-        ValueError: it does not load it, or its logits are not finite.
+        _Failed: it does not load it, or its logits are not finite.
     """
     try:
         return look(folder)
     except Exception as error:  # whatever transformers raises, it is a finding
-        raise ValueError(f"transformers: {first_line(error)}") from error
+        raise _Failed(f"transformers: {first_line(error)}") from error
 
 
-def _as_source(artifact: Path, source: Seen | None, near: float) -> None:
-    """Compare stock transformers on an artifact with the same on its source.
+def _as_source(artifact: Path, source: Seen | None, kind: str, *, ours: Path | None) -> None:
+    """Compare stock transformers on an artifact with the same on its source, and with our runtime.
+
+    Args:
+        artifact: what stock transformers loads.
+        source: what it says of what the artifact was made from.
+        kind: scheme, or `same`: how near they must be.
+        ours: what our runtime loads; None where it refuses that, which another step says.
 
     Raises:
-        ValueError: keys, or the answer.
+        _Failed: keys, or the answer.
     """
     if source is None:
-        raise ValueError("transformers does not load the source")
-    told = difference(_stock(artifact), source, near)
+        raise _Failed("transformers does not load the source")
+    seen = _stock(artifact)
+    told = difference(seen, source) or _far(seen["logits"], source["logits"], NEAR[kind])
     if told:
-        raise ValueError(told)
+        raise _Failed(f"{told} from the source's" if told.startswith("its") else told)
+    told = ours and _far(_ours(ours), seen["logits"], AGREED[kind])
+    if told:
+        raise _Failed(f"{told} from those of our runtime")
+
+
+def _ours(folder: Path) -> list[list[float]]:
+    """The logits of our runtime, which computes as transformers does."""
+    loaded = quantflow.load(folder, decoder="auto", exact=True)
+    loaded.decoder.begin(rows=1, capacity=TOKENS)
+    logits = loaded.decoder.forward(tokens(), last_only=False)
+    found: list[list[float]] = logits.reshape(TOKENS, -1).tolist()
+    return found
+
+
+def _far(found: list[list[float]], expected: list[list[float]], most: float) -> str | None:
+    """How far logits are from others, where that is more than `most` of the others' norm."""
+    ours, theirs = torch.tensor(found), torch.tensor(expected)
+    if ours.shape != theirs.shape:
+        return f"its logits have another shape, {list(ours.shape)} and {list(theirs.shape)},"
+    error = float((ours - theirs).norm() / theirs.norm())
+    return None if error <= most else f"its logits are off by {error:.2f} of the norm"
 
 
 def _refused(refused: Mapping[str, Any], folder: Path) -> None:
     """Ask the commands that must refuse a model; each has to say the sentence.
 
     Raises:
-        ValueError: one of them went on, or says something else.
+        _Failed: one of them went on, or says something else.
     """
     model = folder / "model"
     commands: dict[str, tuple[str | Path, ...]] = {
@@ -357,9 +396,9 @@ def _refused(refused: Mapping[str, Any], folder: Path) -> None:
     for by in refused.get("by", [name for name in commands if name != "dequantize"]):
         code, said = _ran(*commands[by])
         if code == 0:
-            raise ValueError(f"{by} does not refuse it")
+            raise _Failed(f"{by} does not refuse it")
         if not re.search(refused["says"], said):
-            raise ValueError(f"{by}: exit {code}: {' / '.join(said.splitlines()[-2:])}")
+            raise _Failed(f"{by}: exit {code}: {' / '.join(said.splitlines()[-2:])}")
 
 
 def page_text(chosen: Mapping[str, Entry], rows: Mapping[str, Steps]) -> str:

@@ -1,6 +1,7 @@
 """Released repositories of the benchmark: their facts, their maker, and the table."""
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def test_gpt2_is_written_as_it_was_released(models, tmp_path):
     assert "lm_head.weight" not in names and not any(n.startswith("transformer.") for n in names)
     assert (tmp_path / "gpt2" / "onnx" / "decoder_model.onnx").read_text().startswith("version ")
     assert set(torch.load(tmp_path / "gpt2" / "pytorch_model.bin")) == names
+
+
+@pytest.mark.slow
+def test_every_entry_makes_the_names_that_were_released(models, tmp_path):
+    for name, entry in models.entries().items():
+        models.write_repository(entry, tmp_path / name)
+        shutil.rmtree(tmp_path / name)
 
 
 def test_an_entry_whose_tensors_are_called_otherwise_is_refused(models, tmp_path):
@@ -125,19 +133,19 @@ def test_four_bit_floats_decode_to_the_nearest_value(part):
         ({"unexpected": ["mtp.fc.weight"]}, None),
         ({"unexpected": ["mtp.fc.weight_packed"]}, None),
         ({"unexpected": ["x.weight"]}, "1 keys unexpected: x.weight"),
-        ({"logits": [[-1.0, 0.0]]}, "its logits are off by 2.00 of the source's norm"),
-        ({"logits": [[1.0, 0.1]]}, None),
     ],
 )
-def test_an_artifact_is_compared_with_its_source(part, change, told):
+def test_keys_of_an_artifact_are_compared_with_those_of_its_source(part, change, told):
     stock = part("_released_stock")
-    source = {
-        "missing": [],
-        "unexpected": ["mtp.fc.weight"],
-        "mismatched": [],
-        "logits": [[1.0, 0.0]],
-    }
-    assert stock.difference({**source, **change}, source, 0.3) == told
+    source = {"missing": [], "unexpected": ["mtp.fc.weight"], "mismatched": []}
+    assert stock.difference({**source, **change}, source) == told
+
+
+def test_logits_are_far_by_their_share_of_the_norm(part):
+    far = part("released")._far
+    assert far([[1.0, 0.1]], [[1.0, 0.0]], 0.3) is None
+    assert far([[-1.0, 0.0]], [[1.0, 0.0]], 0.3) == "its logits are off by 2.00 of the norm"
+    assert far([[1.0]], [[1.0, 0.0]], 0.3) == "its logits have another shape, [1, 1] and [1, 2],"
 
 
 def test_an_artifact_that_ours_refuses_ends_with_1_and_other_failures_with_0(
@@ -162,6 +170,23 @@ def test_an_artifact_that_ours_refuses_ends_with_1_and_other_failures_with_0(
     rows["gpt2"] = {"made": "made but not released: x"}
     results.write_text(json.dumps(rows))
     assert released.main(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "nothing-like-it"], "--only nothing-like-it: no name of released/ contains"),
+        (["--only", "qwen-7b-chat", "--work", "."], "qwen-7b-chat: exists already; delete it"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is(
+    part, tmp_path, capsys, monkeypatch, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen-7b-chat").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        part("released").main(words)
+    assert told in capsys.readouterr().err
 
 
 def test_the_page_shows_the_results_of_the_file(part):
