@@ -48,7 +48,13 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
 ENTRIES = Path(__file__).resolve().parent / "released"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+}
 SHARDS = 2
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 123456789\n"
 # names of Mistral's own files, from those of transformers
