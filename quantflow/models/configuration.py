@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.files.checkpoint import QUANTIZATION, Checkpoint
-from quantflow.models.graph import UNTRACED, family_for, text_config
+from quantflow.models.graph import UNTRACED, family_for, may_be_causal_lm, text_config
 from quantflow.models.source import require_numbers
 
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -71,9 +71,8 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
             "use a causal language model of this version, or round its weights alone: --algorithm "
             "rtn --linears PATTERN",
         )
-    if architectures is not None and not (
-        isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in names
-    ):
+    known = isinstance(architectures, list) and set(map(str, architectures)) <= set(names)
+    if not known and not may_be_causal_lm(architectures):
         raise UnsupportedError(
             f"{subject}; this type is supported as {names[0]}",
             "use the causal language model of this family",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 
 HEAD = "lm_head"  # transformers' name of the module that makes logits, whatever a checkpoint says
 MLP = "mlp"  # transformers' name of a layer's MLP, and of the mixture in its place
+_CAUSAL = ("forcausallm", "lmheadmodel", "model", "forconditionalgeneration")
 _NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # the beginning of every name of a layer
 # Rope types whose angles depend on the position alone; others look at the sequence's length.
 _ROPE_TYPES_BY_POSITION = ("default", "linear", "llama3", "yarn")
@@ -286,8 +287,8 @@ def family_for(model_type: object, architectures: object = None) -> Family:
         architectures: value in config.json; None when it is missing.
 
     Raises:
-        UnsupportedError: the model type is not in `UNTRACED`, or the architecture is not its causal
-            LM.
+        UnsupportedError: the model type is not in `UNTRACED`, or the architecture is for another
+            task.
     """
     family = UNTRACED.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -296,13 +297,31 @@ def family_for(model_type: object, architectures: object = None) -> Family:
             "supported family",
             f"use a model of one of {', '.join(UNTRACED)}",
         )
-    if architectures is not None and architectures != [family.architecture]:
+    if not may_be_causal_lm(architectures):
         raise UnsupportedError(
             f"config.json: architectures {architectures}, family {model_type} is supported as "
             f"{family.architecture}",
             "use the causal language model of this family",
         )
     return family
+
+
+def may_be_causal_lm(architectures: object) -> bool:
+    """Whether config.json names a causal language model, its base model, or nothing.
+
+    transformers goes by the model type alone. Released models have the names of other code
+    (LLaMAForCausalLM), and the base model's where it was saved by itself; whether their tensors
+    make a causal language model shows when they are compared. A model for another task has a head
+    of its own, and is none.
+
+    Args:
+        architectures: value in config.json; None when it is missing.
+    """
+    if architectures is None:
+        return True
+    return isinstance(architectures, list) and all(
+        isinstance(name, str) and name.lower().endswith(_CAUSAL) for name in architectures
+    )
 
 
 def row_graph(config: Any) -> Graph:

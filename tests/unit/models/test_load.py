@@ -191,12 +191,13 @@ def test_an_unsupported_family_is_refused_when_it_is_opened(tmp_path):
             open_source(tmp_path)
     path.write_text(
         json.dumps(
-            json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2Model"]}
+            json.loads(path.read_text())
+            | {"model_type": "gpt2", "architectures": ["GPT2ForTokenClassification"]}
         )
     )
     with pytest.raises(
         UnsupportedError,
-        match=r"architectures \['GPT2Model'\].*; this type is supported as GPT2LMHeadModel",
+        match=r"architectures \['GPT2ForTokenClassification'\].*; this type is supported as GPT2LMHeadModel",
     ):
         open_source(tmp_path)
 
