@@ -71,8 +71,7 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
             "use a causal language model of this version, or round its weights alone: --algorithm "
             "rtn --linears PATTERN",
         )
-    known = isinstance(architectures, list) and set(map(str, architectures)) <= set(names)
-    if not known and not may_be_causal_lm(architectures):
+    if not may_be_causal_lm(architectures, names, str(model_type)):
         raise UnsupportedError(
             f"{subject}; this type is supported as {names[0]}",
             "use the causal language model of this family",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 
 HEAD = "lm_head"  # transformers' name of the module that makes logits, whatever a checkpoint says
 MLP = "mlp"  # transformers' name of a layer's MLP, and of the mixture in its place
-_CAUSAL = ("forcausallm", "lmheadmodel", "model", "forconditionalgeneration")
+_CAUSAL = re.compile("(ForCausalLM|LMHeadModel|Model|ForConditionalGeneration)$", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # the beginning of every name of a layer
 # Rope types whose angles depend on the position alone; others look at the sequence's length.
 _ROPE_TYPES_BY_POSITION = ("default", "linear", "llama3", "yarn")
@@ -297,7 +297,7 @@ def family_for(model_type: object, architectures: object = None) -> Family:
             "supported family",
             f"use a model of one of {', '.join(UNTRACED)}",
         )
-    if not may_be_causal_lm(architectures):
+    if not may_be_causal_lm(architectures, [family.architecture], family.model_type):
         raise UnsupportedError(
             f"config.json: architectures {architectures}, family {model_type} is supported as "
             f"{family.architecture}",
@@ -306,22 +306,32 @@ def family_for(model_type: object, architectures: object = None) -> Family:
     return family
 
 
-def may_be_causal_lm(architectures: object) -> bool:
-    """Whether config.json names a causal language model, its base model, or nothing.
+def may_be_causal_lm(architectures: object, names: Sequence[str], model_type: str) -> bool:
+    """Whether config.json names a causal language model of its type, its base model, or nothing.
 
-    transformers goes by the model type alone. Released models have the names of other code
+    transformers goes by the model type alone. Released models have names of other code
     (LLaMAForCausalLM), and the base model's where it was saved by itself; whether their tensors
     make a causal language model shows when they are compared. A model for another task has a head
     of its own, and is none.
 
     Args:
         architectures: value in config.json; None when it is missing.
+        names: the type's causal language models in transformers.
+        model_type: value in config.json.
     """
     if architectures is None:
         return True
+    stems = {*map(_stem, names), model_type.replace("_", "").replace("-", "").lower()}
     return isinstance(architectures, list) and all(
-        isinstance(name, str) and name.lower().endswith(_CAUSAL) for name in architectures
+        isinstance(name, str)
+        and (name in names or (_CAUSAL.search(name) is not None and _stem(name) in stems))
+        for name in architectures
     )
+
+
+def _stem(architecture: str) -> str:
+    """`llama` of LLaMAForCausalLM."""
+    return _CAUSAL.sub("", architecture).lower()
 
 
 def row_graph(config: Any) -> Graph:

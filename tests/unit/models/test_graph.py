@@ -217,12 +217,12 @@ def test_another_head_of_a_supported_family_is_refused_by_name():
         graph_for(LlamaConfig(architectures=["LlamaForSequenceClassification"]))
 
 
-@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaModel", "MyLlamaForCausalLM"])
+@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaModel"])
 def test_names_of_other_code_for_the_same_family_are_taken(name):
     assert len(graph_for(LlamaConfig(architectures=[name], num_hidden_layers=2)).layers) == 2
 
 
-@pytest.mark.parametrize("names", ["LlamaForCausalLM", [3], [None]])
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", [3], [None], ["MambaForCausalLM"]])
 def test_architectures_of_another_form_are_refused(names):
     with pytest.raises(UnsupportedError, match="is supported as LlamaForCausalLM"):
         family_for("llama", names)

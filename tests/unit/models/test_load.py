@@ -191,13 +191,12 @@ def test_an_unsupported_family_is_refused_when_it_is_opened(tmp_path):
             open_source(tmp_path)
     path.write_text(
         json.dumps(
-            json.loads(path.read_text())
-            | {"model_type": "gpt2", "architectures": ["GPT2ForTokenClassification"]}
+            json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2ForX"]}
         )
     )
     with pytest.raises(
         UnsupportedError,
-        match=r"architectures \['GPT2ForTokenClassification'\].*; this type is supported as GPT2LMHeadModel",
+        match=r"architectures \['GPT2ForX'\].*; this type is supported as GPT2LMHeadModel",
     ):
         open_source(tmp_path)
 

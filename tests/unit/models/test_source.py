@@ -13,6 +13,7 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.digests import Digests
 from quantflow.models.load import open_source
+from quantflow.models.model_tensors import listed
 from quantflow.models.open import graph_for, open_files
 from quantflow.models.source import fingerprint
 
@@ -95,8 +96,10 @@ def test_the_fingerprint_is_the_same_with_hashes_that_are_known_already(folder, 
 
 
 def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
-    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    config = {"model_type": "llama", **SHAPE}
+    tensors = {name: torch.ones(shape) for name, shape in listed(config).shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     program = (
         "import sys, quantflow.quantizing.quantize, quantflow.exporting.export, "
         "quantflow.exporting.proof_process\n"
