@@ -311,10 +311,12 @@ def _graph_of(config_json: str) -> Graph:
         tuple_of=first.tuple_of,
         carried=carried,
     )
+    split, stacked = _split(as_written(config), place, hub)
     return Graph(
         family=family,
         layers=tuple(_graph_layer(model, index, layer, hub) for index, layer in enumerate(layers)),
-        split=_split(as_written(config), place, hub),
+        split=split,
+        stacked=stacked,
         others=_others(model, place, hub),
     )
 
@@ -336,8 +338,13 @@ def _name_of(model: PreTrainedModel, module: object) -> str:
     return name
 
 
-def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, SplitTensor]:
+def _split(
+    model: PreTrainedModel, place: str, hub: HubNames
+) -> tuple[dict[str, SplitTensor], dict[str, SplitTensor]]:
     """The tensors of a checkpoint that hold linears in another form than [O, I] -> their parts.
+
+    The first are those that transformers writes, the second those in whose place it writes the
+    linears.
 
     Args:
         model: model with transformers' own modules, on meta.
@@ -371,11 +378,11 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
                 _BY_NAME,
             )
         split |= own
-    return {
-        hub.of(name): _in_files(whole, hub)
-        for name, whole in split.items()
-        if hub.kept(name) or hub.exchanged(name)
-    }
+    named: tuple[dict[str, SplitTensor], dict[str, SplitTensor]] = ({}, {})
+    for name, whole in split.items():
+        released = not (hub.kept(name) or hub.exchanged(name))
+        named[released][hub.of(name)] = _in_files(whole, hub)
+    return named
 
 
 def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:

@@ -203,6 +203,8 @@ class Graph:
         split: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is
             read as: a transpose, or those of every expert. A checkpoint that has the parts under
             their own names needs none.
+        stacked: the same for tensors in the place of several that transformers writes: experts
+            under their own names there, and in one tensor in some releases.
         others: linears outside the layers but the head, such as those that read images, by all
             names that loaders know.
     """
@@ -210,6 +212,7 @@ class Graph:
     family: Family
     layers: tuple[Layer, ...]
     split: Mapping[str, SplitTensor] = field(default_factory=dict, hash=False)
+    stacked: Mapping[str, SplitTensor] = field(default_factory=dict, hash=False)
     others: tuple[str, ...] = ()
 
     @property

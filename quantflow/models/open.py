@@ -161,7 +161,8 @@ def compared(checkpoint: Checkpoint, config: Any) -> Checkpoint:
     if config.model_type in UNTRACED:
         refuse_stacked_experts(checkpoint)
     else:
-        split = graph_for(own).split
+        graph = graph_for(own)
+        split = {**graph.split, **graph.stacked}
     checkpoint = checkpoint.renamed(modules.spelled(checkpoint.tensors, split))
     return _accounted(checkpoint.in_parts(split), modules)
 

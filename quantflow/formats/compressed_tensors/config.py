@@ -38,6 +38,9 @@ _TENSOR_GROUP = "tensor_group"  # the strategy of groups beside a global_scale
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
 _BLOCK_TYPE = "block_type"  # in `observer_kwargs`
 _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}  # as configs name them
+_EXPERT = ".experts."
+# layout, weights and inputs of a config group
+_Kind = tuple[Layout, TensorScheme, TensorScheme | None]
 
 
 def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
@@ -97,10 +100,11 @@ def quantization_config(
     if both or not schemes:
         cause = f"{both[0]}: both quantized and ignored" if both else "no linear is quantized"
         raise SchemeError(cause, "quantize at least one linear, and list each under one of the two")
-    targets: dict[tuple[Layout, TensorScheme, TensorScheme | None], list[str]] = {}
+    targets: dict[_Kind, list[str]] = {}
     for name, scheme in schemes.items():
         require_held(scheme)
         targets.setdefault((scheme.layout, scheme.weights, scheme.input), []).append(name)
+    targets = _experts_first(targets)
     groups = {
         f"group_{index}": {
             "targets": _with_aliases(names, model_type, modules)
@@ -124,6 +128,18 @@ def quantization_config(
         "config_groups": groups,
         **_transform_config(schemes),
     }
+
+
+def _experts_first(targets: dict[_Kind, list[str]]) -> dict[_Kind, list[str]]:
+    """Schemes with that of the experts first, where all experts have one.
+
+    Stock transformers stacks the experts of a layer, and reads all of them by the first group
+    whose targets are names.
+    """
+    experts = [kind for kind, names in targets.items() if any(_EXPERT in name for name in names)]
+    if len(experts) != 1:
+        return targets
+    return {experts[0]: targets[experts[0]], **targets}
 
 
 def _with_aliases(names: Sequence[str], model_type: str, modules: Mapping[str, str]) -> list[str]:
