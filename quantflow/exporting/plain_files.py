@@ -18,6 +18,7 @@ from quantflow.files.safetensors_writer import Spec, Writer
 from quantflow.files.side_files import side_files_of
 from quantflow.models.model_tensors import STORED
 from quantflow.models.reading import bytes_of, read_tensor
+from quantflow.models.unused import unused_words
 from quantflow.progress import Progress
 
 # endings of a module's tensors that are not stored as floating-point numbers
@@ -51,6 +52,8 @@ def write_model(
         `specs` of everything that was written.
     """
     unused = {} if unused_of is None else _plain_unused(unused_of)
+    if unused_of is not None and unused_of.unused and not unused:
+        progress.say(f"{stage}: {unused_words(unused_of, done='quantized, left out')}")
     specs = {**specs, **{name: (info.dtype, info.shape) for name, (_, info) in unused.items()}}
     tensors = chain(tensors, ((name, read_tensor(*place)) for name, place in unused.items()))
     shards, names, source = _shards(specs, limit=limit), [SINGLE], iter(tensors)
@@ -73,19 +76,18 @@ def write_model(
 
 
 def _plain_unused(checkpoint: Checkpoint) -> dict[str, tuple[Path, TensorInfo]]:
-    """The places of a checkpoint's unused tensors, but for those of quantized modules.
+    """The places of a checkpoint's unused tensors; none where some are quantized.
 
-    The result is not quantized as the checkpoint is, so nobody could read those.
+    The result is not quantized as the checkpoint is, so nobody could read those, and no engine
+    runs a part of a layer.
     """
-    quantized = {
-        name.rpartition(".")[0]
+    if any(
+        one.info.dtype not in STORED and name.endswith(_QUANTIZED)
         for name, one in checkpoint.unused.items()
-        if one.info.dtype not in STORED and name.endswith(_QUANTIZED)
-    }
+    ):
+        return {}
     return {
-        name: (checkpoint.folder / one.file, one.info)
-        for name, one in checkpoint.unused.items()
-        if name.rpartition(".")[0] not in quantized
+        name: (checkpoint.folder / one.file, one.info) for name, one in checkpoint.unused.items()
     }
 
 
