@@ -137,7 +137,7 @@ class Layer:
         place: name of the layer in the whole model; None where it is `prefix`.
         renamed: source name -> name in the whole model, where more than `prefix` differs.
         block: module of the mixture, as the checkpoint calls it; None in a dense layer.
-        block_place: name of that module inside the layer.
+        block_place: name of that module inside the layer; empty where it is the layer itself.
         experts: number of experts of the mixture, 0 in a dense layer.
         chosen: number of experts that a token goes to.
         repeats: number of query heads that share a kv head.
@@ -185,7 +185,8 @@ class Layer:
         if name in self.renamed:
             return self.renamed[name].removeprefix(f"{self.place or self.prefix}.")
         if self.block is not None and name.startswith(f"{self.block}."):
-            return f"{self.block_place}.{name.removeprefix(f'{self.block}.')}"
+            part = name.removeprefix(f"{self.block}.")
+            return f"{self.block_place}.{part}" if self.block_place else part
         return self.inside(name)
 
     def module(self, name: str) -> str:

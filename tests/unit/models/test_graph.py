@@ -1,10 +1,12 @@
 """Families as data; that the data is true of the real modules is tested with `capture`."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import UNTRACED, family_for
+from quantflow.models.graph import UNTRACED, Layer, family_for
 from quantflow.models.open import graph_for
 
 
@@ -215,6 +217,13 @@ def test_another_head_of_a_supported_family_is_refused_by_name():
         UnsupportedError, match="LlamaForSequenceClassification.* supported as LlamaForCausalLM"
     ):
         graph_for(LlamaConfig(architectures=["LlamaForSequenceClassification"]))
+
+
+def test_experts_of_the_layer_itself_keep_their_names():
+    layer = Layer(index=0, prefix="layers.0", attention=None, groups=(), block="layers.0")
+    itself = replace(layer, block_place="")
+    assert layer.module("layers.0.experts.1.up_proj") == "layers.0.mlp.experts.1.up_proj"
+    assert itself.module("layers.0.experts.1.up_proj") == "layers.0.experts.1.up_proj"
 
 
 @pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaModel"])
