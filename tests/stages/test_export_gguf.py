@@ -538,10 +538,10 @@ def metaspace(model):
         (
             another_shape,
             3,
-            "up_proj.weight: [127, 64] in the checkpoint, config.json says [128, 64]",
+            "up_proj.weight: is [127, 64], the model needs [128, 64]",
         ),
-        (integers, 3, "model.norm.weight: I32 in model.safetensors, floating numbers"),
-        (unknown, 6, "gpt2"),
+        (integers, 3, "model.norm.weight: is I32, and no scheme says how it is quantized"),
+        (unknown, 3, "transformer.h.0.attn.c_attn.bias: needed by the model"),
         (yarn, 6, "rope_type 'yarn'"),
         (metaspace, 6, "BPE behind Metaspace"),
     ],

@@ -368,7 +368,9 @@ def test_validate_refuses_a_model_that_the_folder_cannot_be_made_of(
     tensors["model.layers.0.mlp.gate_proj.weight"] = torch.ones(160, 64, dtype=torch.bfloat16)
     save_file(tensors, wider / "model.safetensors", metadata={"format": "pt"})
     assert run(*line, wider) == 3
-    assert "model.layers.0.mlp.gate_proj.weight: [128, 64] in" in capsys.readouterr().err
+    assert (
+        "mlp.gate_proj.weight: is [160, 64], the model needs [128, 64]" in capsys.readouterr().err
+    )
 
 
 def test_quantize_takes_a_folder_by_its_dequantized_weights_alone(foreign, tmp_path, capsys):

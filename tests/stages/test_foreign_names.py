@@ -46,7 +46,12 @@ MODELS = {
 }
 LEFT = {  # what loaders may call the linears that are not quantized
     "tied llama": {"lm_head"},
-    "opt": {"model.decoder.project_in", "model.decoder.project_out", "lm_head"},
+    "opt": {
+        "model.decoder.embed_positions",
+        "model.decoder.project_in",
+        "model.decoder.project_out",
+        "lm_head",
+    },
     "gpt_neox": {"embed_out", "lm_head"},
     "llava": {
         "language_model.lm_head",

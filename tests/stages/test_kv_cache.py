@@ -241,7 +241,7 @@ def test_validate_measures_the_model_with_its_cache_quantized(
     source = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     tensors = load_file(artifact / "model.safetensors")
     found, plain = [], []
-    for sequence in validate._sequences(job, read_manifest(artifact)):
+    for sequence in validate._sequences(job, read_manifest(artifact), QUIET):
         with torch.no_grad():
             expected = source(sequence[None]).logits[0, :-1]
             rounding = Rounding(model.config, tensors, cache.scheme)

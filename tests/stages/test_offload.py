@@ -99,7 +99,7 @@ def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):
 
 def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
     result = stage.run(job, ProgressLine(quiet=True))
-    sequences = stage._sequences(job, {"measurement": None})
+    sequences = stage._sequences(job, {"measurement": None}, ProgressLine(quiet=True))
     baseline = AutoModelForCausalLM.from_pretrained(job.baseline, dtype=torch.float32)
     candidate = AutoModelForCausalLM.from_pretrained(job.artifact, dtype=torch.float32)
     kld, agreement, nll = [], [], []
