@@ -28,6 +28,9 @@ INITIALIZED = frozenset(
         *("nanochat", "recurrent_gemma", "xlstm"),
     }
 )
+# Types whose code in transformers makes modules of its own for the experts of a quantized model:
+# whatever they hold is left as it was in memory.
+OTHER_EXPERTS = frozenset({"llama4", "llama4_text"})
 
 
 def artifact_config(
@@ -73,6 +76,8 @@ def for_transformers(graph: Graph, schemes: Mapping[str, LinearScheme]) -> dict[
     """
     whole = {part.name: len(one.parts) for one in graph.split.values() for part in one.parts}
     parts = {whole[f"{name}.weight"] for name in schemes if f"{name}.weight" in whole}
+    if graph.family.model_type in OTHER_EXPERTS:
+        return {REFUSED: EXPERTS}
     if parts:
         return {REFUSED: CONV1D if parts == {1} else EXPERTS}
     kinds = set(schemes.values())
