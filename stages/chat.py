@@ -3,14 +3,15 @@
 Reads    the artifact, or a server's answers; lines of stdin
 Writes   nothing
 Resumes  nothing
-Fails    2 no chat template, a conversation that is too long; 3 a template or a server that refuses;
-         5 a server that is not there; 7 the artifact is damaged, or signed by another
+Fails    2 no chat template, a message that is too long; 3 a template or a server that refuses, an
+         answer that is none of OpenAI's; 5 a server that is not there, or goes away; 7 the artifact
+         is damaged, or signed by another
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from quantflow.errors import QuantflowError
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.reporting.signals import Interrupted
 from quantflow.runtime.chat_job import ChatJob
+from quantflow.runtime.partner import Conversation, Partner, TextPiece
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values
+from quantflow.stages.cli.output import note, write_piece
 
 HELP = (
     "/system TEXT sets the system message, /reset begins anew, /exit ends; Ctrl-C stops an answer"
@@ -50,59 +53,62 @@ def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> N
     )
     partner = job.partner(ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
-        if not quiet:
-            click.echo(f"{partner.name}. {HELP}.", err=True)
-        _talk(partner, job.system, quiet=quiet)
+        note(f"{partner.name}. {HELP}.", quiet=quiet)
+        _talk(partner, job, quiet=quiet)
     finally:
         partner.close()
 
 
-def _talk(partner: Any, system: str | None, *, quiet: bool) -> None:
+def _talk(partner: Partner, job: ChatJob, *, quiet: bool) -> None:
     """Answer line after line until there are no more."""
-    history: list[dict[str, str]] = []
+    conversation = Conversation(
+        partner, system=job.system, tell=lambda line: note(line, quiet=quiet)
+    )
     for line in _lines():
         word, _, rest = line.partition(" ")
         if word in ("/exit", "/quit"):
             return
         if word == "/reset":
-            history.clear()
+            conversation.reset()
         elif word == "/system":
-            system = rest.strip() or None
+            conversation.system = rest.strip() or None
         elif line.startswith("/"):
-            click.echo(HELP, err=True)
+            note(HELP)
         else:
-            before = [] if system is None else [{"role": "system", "content": system}]
-            messages = [*before, *history, {"role": "user", "content": line}]
-            text = _answer(partner, messages, quiet=quiet)
-            if text is not None:
-                history += [messages[-1], {"role": "assistant", "content": text}]
+            _answer(partner, conversation.ask(line), quiet=quiet, reasoning=job.reasoning)
 
 
-def _answer(partner: Any, messages: list[dict[str, str]], *, quiet: bool) -> str | None:
-    """Print an answer as it grows, and return it; None where there is none."""
-    begin, first, pieces = time.monotonic(), None, []
+def _answer(
+    partner: Partner, pieces: Generator[TextPiece, None, None], *, quiet: bool, reasoning: bool
+) -> None:
+    """Print an answer as it grows."""
+    begin, first, dim = time.monotonic(), None, False
     try:
-        with contextlib.closing(partner.answer(messages)) as answer:
-            for piece in answer:
+        with contextlib.closing(pieces):
+            for piece in pieces:
                 first = first or time.monotonic()
-                pieces.append(piece)
-                click.echo(piece, nl=False)
+                if piece.reasoning and not (reasoning and sys.stdout.isatty()):
+                    continue  # a file gets the answer alone
+                if dim and not piece.reasoning:
+                    write_piece("\n\n")
+                write_piece(piece.text, dim=piece.reasoning)
+                dim = piece.reasoning
     except Interrupted:
         if not sys.stdin.isatty():
             raise
     except QuantflowError as error:
         if not sys.stdin.isatty():
             raise
-        click.echo(f"error: {error.cause}\n  fix: {error.remedy}", err=True)
-        return None
-    click.echo()
-    if partner.tokens > 1 and first is not None and not quiet:
+        note(f"error: {error.cause}")
+        note(f"  fix: {error.remedy}")
+        return
+    write_piece("\n")
+    if partner.tokens > 1 and first is not None:
         rate = (partner.tokens - 1) / max(1e-9, time.monotonic() - first)
-        click.echo(
+        note(
             f"{partner.tokens} tokens, {rate:.1f} tokens/s, first after {first - begin:.2f} s",
-            err=True,
+            quiet=quiet,
         )
-    return "".join(pieces)
 
 
 def _lines() -> Iterator[str]:

@@ -8,7 +8,6 @@ Fails    2 unknown backend or options that do not go together, 3 no tokenizer or
          7 the artifact is damaged
 """
 
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ import click
 
 from quantflow.errors import GateError, UsageError
 from quantflow.files.required_signature import RequiredSignature
-from quantflow.plain_text import plain
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.reporting.streams import NobodyReads
 from quantflow.runtime.generate_job import (
@@ -32,7 +30,7 @@ from quantflow.runtime.generate_job import (
 )
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
-from quantflow.stages.cli.output import show
+from quantflow.stages.cli.output import show, write_piece
 from quantflow.stages.cli.spelling import GENERATE, spelled
 
 
@@ -61,7 +59,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
         pieces.append(text)
         if not as_json:
             with suppress(*judged):
-                click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
+                write_piece(text)
 
     if {"max_length", "max_new_tokens"} <= origins(
         "generate", GenerateJob, click.get_current_context()

@@ -22,6 +22,7 @@ from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import bars_wanted, unread_variables
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
+from quantflow.stages.cli.output import show
 
 OLD_NAMES = {
     "max_input_length": "max_input_tokens",
@@ -91,7 +92,7 @@ def command(
             "leave it out: the limits are printed when it starts",
         )
     if dry_run:
-        click.echo(shlex.join(vllm_command(job, progress=progress)))
+        show(None, as_json=False, text=shlex.join(vllm_command(job, progress=progress)))
     else:
         serve(job, progress=progress)
 

@@ -250,6 +250,7 @@ OFFERED = {
     "quantflow.sources.hub",
     "quantflow.runtime.generate_job",
     "quantflow.runtime.chat_job",
+    "quantflow.runtime.partner",
     "quantflow.runtime.backend_choice",
     "quantflow.runtime.inspection",
     "quantflow.benching.bench_job",
@@ -315,3 +316,74 @@ def test_no_module_replaces_a_foreign_one():
                 and node.attr == "modules"
                 and ast.unparse(node) == "sys.modules"
             ), path
+
+
+# Print text as it is: a model's into a file, and a rank's into the pipe of who started it.
+RAW = {("stages/cli/output.py", "write_piece"), ("quantflow/distributed/rank.py", "_write")}
+
+
+def raw_prints(tree: ast.AST) -> list[int]:
+    """The lines where something is printed that has not gone through `plain` or `one_line`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in (
+                "print",
+                "click.echo",
+                "click.secho",
+                "sys.stdout.write",
+                "sys.stderr.write",
+            ):
+                found += [node.lineno for value in node.args if not is_escaped(value)]
+            elif name.startswith("traceback.print"):
+                found.append(node.lineno)
+    return found
+
+
+def is_escaped(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant():
+            return True
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            name = ast.unparse(function)
+            if name == "json.dumps":  # escapes all that is not ASCII, unless it is told not to
+                return all(word.arg != "ensure_ascii" for word in keywords)
+            return name in ("plain", "one_line") or (
+                name == "click.style" and is_escaped(arguments[0])
+            )
+        case ast.JoinedStr(values=parts):
+            return all(map(is_escaped, parts))
+        case ast.FormattedValue(value=value) | ast.Subscript(value=value):
+            return is_escaped(value)
+        case ast.IfExp(body=one, orelse=other):
+            return is_escaped(one) and is_escaped(other)
+    return False
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_all_that_is_printed_goes_through_the_one_escape(path):
+    """A name, an error or a text of a stranger holds escapes that steer a terminal.
+
+    Reports: vercel/ai#20052 and marmot-protocol/mdk#993, whose terminal programs escaped on some
+    paths and printed raw on others.
+    """
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (relative(path), node.name) in RAW:
+            node.body = []
+    assert raw_prints(tree) == []
+
+
+def test_a_raw_print_is_found():
+    for line, raw in (
+        ("print(name)", True),
+        ("click.echo(f'{partner.name}. {plain(HELP)}.', err=True)", True),
+        ("click.echo(click.style(piece, dim=True))", True),
+        ("print(json.dumps(value, ensure_ascii=False))", True),
+        ("traceback.print_exc()", True),
+        ("sys.stderr.write(f'\\r{one_line(text)[: width - 1]}')", False),
+        ("print(plain(text), file=sys.stderr)", False),
+        ("click.echo()", False),
+    ):
+        assert bool(raw_prints(ast.parse(line))) == raw, line

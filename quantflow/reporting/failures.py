@@ -94,9 +94,9 @@ def failure_of(error: BaseException) -> Failure | None:
 def report(failure: Failure, *, debug: bool = False) -> int:
     """Write a failure to stderr, and return its exit code."""
     if debug:
-        traceback.print_exc()
+        print(plain(traceback.format_exc()), file=sys.stderr, end="", flush=True)
     for label, text in (("error", failure.cause), ("  fix", failure.remedy)):
-        print(f"{label}: {plain(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+        print(plain(f"{label}: {' '.join(text.splitlines())}"), file=sys.stderr, flush=True)
     return failure.exit_code
 
 

@@ -52,7 +52,7 @@ class Log:
         except OSError as error:
             self.close()
             told = f"log: {self._path}: {error.strerror or error}; the run goes on without it"
-            print(told, file=sys.stderr, flush=True)
+            print(plain(told), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the file."""

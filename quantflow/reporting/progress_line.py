@@ -220,7 +220,7 @@ class ProgressLine:
             return told
         if pace.elapsed - told < self.patience and not (told > 0 and pace.number == pace.total):
             return told
-        print(text, file=sys.stderr, flush=True)
+        print(plain(text), file=sys.stderr, flush=True)
         return pace.elapsed
 
     def _step(self, name: str) -> AbstractContextManager[None]:

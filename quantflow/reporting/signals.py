@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from quantflow.plain_text import plain
+
 STDERR = 2
 
 
@@ -80,4 +82,5 @@ class Signals:
             again = "press again" if number == signal.SIGINT else "send it again"
             # straight to the descriptor: the interrupted code may be inside sys.stderr's own write
             with suppress(OSError):
-                os.write(STDERR, f"\nfinishing {self._step}; {again} to stop at once\n".encode())
+                told = f"\nfinishing {plain(self._step)}; {again} to stop at once\n"
+                os.write(STDERR, told.encode())

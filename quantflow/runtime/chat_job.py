@@ -1,8 +1,10 @@
 """The settings of `quantflow chat`; plain, so that a command line knows them without torch."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
@@ -19,9 +21,11 @@ from quantflow.runtime.generate_job import (
 from quantflow.settings import check_numbers, setting
 
 if TYPE_CHECKING:
-    from quantflow.runtime.conversation import Partner
+    from quantflow.runtime.partner import Partner
 
 CHAT = ("chat",)
+_PRINTED = re.compile(r"[!-~]+")  # of an address: what stands in a request line
+_KEY = re.compile(r"[ -~]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class ChatJob:
         temperature: temperature of the tokens; 0 takes the likeliest token each time.
         top_k, top_p: filters of `Sampling`.
         seed: seed of the first answer; each further one counts on. None: any.
+        reasoning: show what a model thinks before its answers.
         signature: signature that the artifact has to have.
     """
 
@@ -82,6 +87,12 @@ class ChatJob:
     seed: int | None = setting(
         None, flag="--seed", verbs=CHAT, help="The same seed gives the same answers."
     )
+    reasoning: bool = setting(
+        True,
+        flag="--reasoning/--no-reasoning",
+        verbs=CHAT,
+        help="Show, dim on a terminal, what a model thinks before it answers.",
+    )
     backend: str = setting("auto", flag="--backend", verbs=CHAT, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=CHAT, shown=True, help="")
     decoder: str = setting("auto", flag="--decoder", verbs=CHAT, shown=True, help=DECODER_HELP)
@@ -106,10 +117,31 @@ class ChatJob:
                 "chat: a signature of a model on a server",
                 "give the artifact, or leave the signature out",
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"url={self.url}", "write http://HOST:PORT")
+        if self.url is not None:
+            self.place  # noqa: B018 refuses an address that is none
+        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+            raise UsageError(
+                "chat: an API key with a character that no header may hold", "give the key alone"
+            )
         if self.temperature != 0:
             self.sampling(0)
+
+    @property
+    def place(self) -> tuple[bool, str, str]:
+        """The server of `url`: whether TLS is spoken, host with port, and the path before /v1.
+
+        Raises:
+            UsageError: the address is none.
+        """
+        address = str(self.url)
+        try:
+            parts = urlsplit(address.rstrip("/").removesuffix("/v1"))
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port or an IPv6 address that is none
+            good = False
+        if not good or "@" in parts.netloc or not _PRINTED.fullmatch(address):
+            raise UsageError(f"url={address}", "write http://HOST:PORT")
+        return parts.scheme == "https", parts.netloc, parts.path
 
     def sampling(self, seed: int) -> Sampling | None:
         """How an answer is drawn; None takes the likeliest token.
@@ -128,6 +160,10 @@ class ChatJob:
             QuantflowError: the artifact cannot be loaded or has no chat template; the server does
                 not answer.
         """
-        from quantflow.runtime.conversation import partner_of
+        if self.url is not None:
+            from quantflow.runtime.remote_partner import RemotePartner  # without torch
 
-        return partner_of(self, progress)
+            return RemotePartner(self)
+        from quantflow.runtime.conversation import local_partner
+
+        return local_partner(self, progress)

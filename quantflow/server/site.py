@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantflow import __version__
+from quantflow.plain_text import plain
 from quantflow.server.errors import Refused
 from quantflow.server.generation import Answer, Service
 from quantflow.server.metrics import Metrics
@@ -87,4 +88,5 @@ class Site:
 
     def log_exception(self, error: BaseException) -> None:
         """Print an unexpected error for the server's operator; no client sees it."""
-        traceback.print_exception(error, file=sys.stderr)
+        told = "".join(traceback.format_exception(error))
+        print(plain(told), end="", file=sys.stderr, flush=True)

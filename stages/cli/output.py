@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,17 @@ def show(result: Any, *, as_json: bool, text: str) -> None:
         )
 
 
+def write_piece(text: str, *, dim: bool = False) -> None:
+    """Print a piece of a text that a model makes to stdout, without a line's end.
+
+    A file gets it as it is; on a terminal characters that would steer it are spelled out.
+    """
+    if sys.stdout.isatty():
+        click.echo(click.style(plain(text), dim=True) if dim else plain(text), nl=False)
+    else:
+        click.echo(text, nl=False, color=True)  # click would take escapes out
+
+
 def then(*words: object, shared: Mapping[str, Any]) -> None:
     """Print the command that usually comes next to stderr, so that stdout holds the result alone.
 
@@ -83,7 +95,7 @@ def then(*words: object, shared: Mapping[str, Any]) -> None:
     note(f"next: {command}", as_json=shared["as_json"], quiet=shared["quiet"])
 
 
-def note(text: str, *, as_json: bool, quiet: bool = False) -> None:
+def note(text: str, *, as_json: bool = False, quiet: bool = False) -> None:
     """Print one line to stderr about how the command line is read; nothing beside --json or -q."""
     if not (as_json or quiet):
         click.echo(one_line(text), err=True)
@@ -177,7 +189,7 @@ def _of_click(work: Callable[[], object]) -> Callable[[], object]:
         try:
             work()
         except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message())
+            click.echo(plain(error.format_message()))
         except click.Abort as error:
             raise KeyboardInterrupt from error
         except click.ClickException as error:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from quantflow.errors import InputError, UsageError
 from quantflow.stages.cli.environment import quant_config_variable
+from quantflow.stages.cli.output import note
 
 if TYPE_CHECKING:
     from quantflow.formats.gaudi.quant_config import GivenConfig
@@ -35,10 +34,10 @@ def given_config(verb: str, option: str | None, *, quiet: bool) -> "GivenConfig 
     quant_config.require_mode(config, verb)
     given = quant_config.GivenConfig(config=config, path=path, quiet=quiet)
     unused = quant_config.without_meaning(config, verb)
-    if unused and not quiet:
-        click.echo(
+    if unused:
+        note(
             f"{verb}: QUANT_CONFIG {given.path}: keys without meaning here: {', '.join(unused)}",
-            err=True,
+            quiet=quiet,
         )
     return given
 
@@ -46,7 +45,7 @@ def given_config(verb: str, option: str | None, *, quiet: bool) -> "GivenConfig 
 def tell_unread(verb: str) -> None:
     """Say that a verb does not look at QUANT_CONFIG, where it is set."""
     if quant_config_variable() is not None:
-        click.echo(f"{verb}: QUANT_CONFIG is not read, the recipe says everything", err=True)
+        note(f"{verb}: QUANT_CONFIG is not read, the recipe says everything")
 
 
 def measure_beneath(data: dict[str, Any], config: "GivenConfig | None") -> dict[str, Any]:
@@ -99,8 +98,8 @@ def entry_beneath(
     from quantflow.quantizing.quant_config_defaults import under_quant_config  # here: as above
 
     values, notes = under_quant_config(entry, config.config, model=model, measurement=measurement)
-    for note in () if config.quiet else notes:
-        click.echo(f"quantize: {note}", err=True)
+    for line in notes:
+        note(f"quantize: {line}", quiet=config.quiet)
     return values
 
 

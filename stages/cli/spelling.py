@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import click
 
 from quantflow.errors import UsageError
+from quantflow.stages.cli.output import note
 
 
 @dataclass(frozen=True)
@@ -279,9 +280,8 @@ class Spelled(click.Command):
         words, left_out = respelled(
             args, options_of(self, ctx), self.spellings, verb=str(self.name)
         )
-        if not {"-q", "--quiet", "--json"} & set(words):
-            for line in left_out:
-                click.echo(line, err=True)
+        for line in left_out:
+            note(line, quiet=not {"-q", "--quiet", "--json"}.isdisjoint(words))
         return super().parse_args(ctx, words)
 
 
