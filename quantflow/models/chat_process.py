@@ -11,7 +11,8 @@ import signal
 import sys
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
+import jinja2.meta
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 MEMORY = 1 << 30  # bytes beyond those of the process at its start
 
@@ -34,14 +35,17 @@ def main() -> None:
         answers.flush()
 
 
-def _rendered(order: dict[str, Any]) -> dict[str, str]:
+def _rendered(order: dict[str, Any]) -> dict[str, Any]:
     try:
+        if order.get("reads"):
+            return {"reads": _variables(order["template"])}
         template, longest = order["template"], order["longest"]
         texts, _ = render_jinja_template(
             conversations=[order["messages"]],
             tools=order["tools"],
             chat_template=template,
             add_generation_prompt=order["answer"],
+            continue_final_message=order["continues"],
             **order["variables"],
         )
         text = str(texts[0])
@@ -52,6 +56,12 @@ def _rendered(order: dict[str, Any]) -> dict[str, str]:
     except Exception as error:  # a template can raise any exception
         said = " ".join(str(error).split()) or type(error).__name__
         return {"why": said[:200].encode(errors="replace").decode()}
+
+
+def _variables(template: str) -> list[str]:
+    """The names of the variables that a template reads, in the environment that renders it."""
+    environment = _compile_jinja_template(template).environment
+    return sorted(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow import child_process
 from quantflow.errors import InputError
+from quantflow.models import chat_form
 from quantflow.models.token_ids import tokens_of
 
 SECONDS = 5.0  # most seconds of a conversation
@@ -37,8 +39,26 @@ _REMEDY = "give the roles it expects, or use the template of a model that you tr
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+_PROBE = "quantflow-asks-whether-this-is-shown"
+
+
 class NotRendered(Exception):
     """A template made no text of a conversation; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """The text of a conversation.
+
+    Attributes:
+        text: text that the template made.
+        template: template, as text.
+        unread: variables that were given and that the template never reads.
+    """
+
+    text: str
+    template: str
+    unread: tuple[str, ...] = ()
 
 
 def chat_tokens(
@@ -47,6 +67,7 @@ def chat_tokens(
     *,
     where: str,
     answer: bool,
+    continues: bool = False,
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
@@ -57,6 +78,7 @@ def chat_tokens(
         messages: messages, each with `role` and `content`.
         where: name of the conversation, for messages.
         answer: whether the text ends where the answer begins.
+        continues: whether the answer is the rest of the last message.
         template: template in place of the tokenizer's own.
         tools: JSON schemas of functions.
 
@@ -65,10 +87,18 @@ def chat_tokens(
             characters.
     """
     try:
-        text = render(tokenizer, messages, answer=answer, template=template, tools=tools)
+        rendered = render(
+            tokenizer,
+            messages,
+            answer=answer,
+            continues=continues,
+            formed=answer or continues,
+            template=template,
+            tools=tools,
+        )
     except NotRendered as error:
         raise InputError(f"{where}: refused by the chat template ({error})", _REMEDY) from error
-    return tokens_of(tokenizer, text, where=where, special=False)
+    return tokens_of(tokenizer, rendered.text, where=where, special=False)
 
 
 def with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,11 +118,14 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     answer: bool,
+    continues: bool = False,
+    formed: bool = True,
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_prompt: str | None = None,
     options: Mapping[str, Any] = _NOTHING,
     renderer: "Renderer | None" = None,
-) -> str:
+) -> Rendered:
     """The text of a conversation, as `apply_chat_template(..., tokenize=False)` makes it.
 
     Args:
@@ -100,22 +133,34 @@ def render(
         messages: messages of JSON values; a key whose value is None is left out.
         answer: whether the text ends where the answer begins (transformers'
             `add_generation_prompt`).
+        continues: whether the text ends with the last message, which the answer goes on with
+            (transformers' `continue_final_message`).
+        formed: whether messages and tools are put into the form that the template knows
+            (quantflow.models.chat_form), and refused where it leaves them out.
         template: template in place of the tokenizer's own.
         tools: JSON schemas of functions.
+        tool_prompt: text behind tools that the template does not know; None is TGI's.
         options: further variables of the template; they replace special tokens of the same name.
         renderer: process that renders; None is that of this command.
 
     Raises:
-        NotRendered: the template refuses the conversation, is none, or exceeds its time, memory or
-            characters.
+        NotRendered: the template refuses the conversation or leaves messages out, is none, or
+            exceeds its time, memory or characters.
     """
     if not messages:
         raise NotRendered("there is no message")
+    process = renderer or _renderer()
     shown = None if tools is None else [dict(tool) for tool in tools]
     try:
         chosen = tokenizer.get_chat_template(template, shown)
+        if formed:
+            messages = chat_form.with_known_roles(messages, chosen)
+            messages = chat_form.with_short_ids(messages, chosen)
     except ValueError as error:
         raise NotRendered(str(error)) from error
+    read = process.variables(chosen) if shown or options else frozenset[str]()
+    if shown and "tools" not in read and formed:
+        messages, shown = chat_form.with_tools(messages, shown, prompt=tool_prompt), None
     order = {
         "template": chosen,
         "messages": [
@@ -123,15 +168,36 @@ def render(
             for message in messages
         ],
         "tools": shown,
-        "answer": answer,
+        "answer": answer and not continues,
+        "continues": continues,
         "variables": {**tokenizer.special_tokens_map, **options},
         "longest": LONGEST,
         "seconds": SECONDS,
     }
-    reply = (renderer or _renderer()).ask(order)
-    if "text" not in reply:
-        raise NotRendered(reply["why"])
-    return reply["text"]
+    text = process.text(order)
+    if formed:
+        for role in chat_form.doubtful_roles(messages, chosen, text):
+            _require_shown(role, order, process)
+    unread = tuple(sorted(name for name in options if name not in read))
+    return Rendered(text=text, template=chosen, unread=unread)
+
+
+def _require_shown(role: str, order: Mapping[str, Any], process: "Renderer") -> None:
+    """Refuse a role whose messages the template leaves out.
+
+    Raises:
+        NotRendered: it does.
+    """
+    probes = [
+        {**message, "content": _PROBE} if message.get("role") == role else message
+        for message in order["messages"]
+    ]
+    try:
+        shown = _PROBE in process.text({**order, "messages": probes})
+    except NotRendered:
+        return  # it looks at the content, and has taken the real one
+    if not shown:
+        raise NotRendered(f"it leaves out the messages of the role {role!r}")
 
 
 class Renderer:
@@ -144,9 +210,34 @@ class Renderer:
         """Begin without a process."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._variables: dict[str, frozenset[str]] = {}  # of the templates that were met
 
-    def ask(self, order: Mapping[str, Any]) -> dict[str, str]:
-        """The reply: `text`, or `why` there is none."""
+    def text(self, order: Mapping[str, Any]) -> str:
+        """The text of a conversation.
+
+        Raises:
+            NotRendered: there is none.
+        """
+        reply = self.ask(order)
+        if "text" not in reply:
+            raise NotRendered(reply["why"])
+        return str(reply["text"])
+
+    def variables(self, template: str) -> frozenset[str]:
+        """The names of the variables that a template reads.
+
+        Raises:
+            NotRendered: it is no template.
+        """
+        if template not in self._variables:
+            reply = self.ask({"template": template, "reads": True, "seconds": SECONDS})
+            if "reads" not in reply:
+                raise NotRendered(reply["why"])
+            self._variables[template] = frozenset(reply["reads"])
+        return self._variables[template]
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply: `text` or `reads`, or `why` there is none."""
         try:
             line = json.dumps(order).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -167,7 +258,7 @@ class Renderer:
         with self._lock:
             self._end()
 
-    def _answer(self, line: bytes) -> dict[str, str]:
+    def _answer(self, line: bytes) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             self._end()
             command = child_process.python_module("quantflow.models.chat_process")
@@ -192,7 +283,7 @@ class Renderer:
             code = self._process.wait()
             self._end()
             return {"why": f"it ended the process that renders it ({_ending(code)})"}
-        answer: dict[str, str] = json.loads(said)
+        answer: dict[str, Any] = json.loads(said)
         return answer
 
     def _end(self) -> None:

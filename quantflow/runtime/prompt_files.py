@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.files.canonical import parse_json, read_json
 from quantflow.files.folder import reading
+from quantflow.models.chat_form import goes_on
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.token_ids import tokens_of
 
@@ -64,7 +65,7 @@ def encode(
         tokenizer: adds BOS to texts as it always does.
         limit: number of tokens that are kept, the first ones; None keeps all.
         chat: put each text as the user's message into the chat template; conversations always go
-            through it.
+            through it. A last message of the assistant is continued.
 
     Raises:
         UsageError: a limit below 1, a conversation without a chat template, or a prompt without a
@@ -100,7 +101,9 @@ def _from_chat(
             f"prompt {number}: a chat, but the tokenizer has no chat template",
             "leave out --chat, or use a chat model",
         )
-    return chat_tokens(tokenizer, messages, where=f"prompt {number}", answer=True)
+    return chat_tokens(
+        tokenizer, messages, where=f"prompt {number}", answer=True, continues=goes_on(messages)
+    )
 
 
 def _split_of(folder: Path) -> Path:

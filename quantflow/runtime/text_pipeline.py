@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from quantflow.errors import InputError, UsageError
+from quantflow.models.chat_form import goes_on
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, Stream
@@ -88,6 +89,7 @@ class TextGeneration:
         num_return_sequences: int = 1,
         return_full_text: bool = True,
         stop_strings: str | Sequence[str] = (),
+        continue_final_message: bool | None = None,
         seed: int = 0,
         **options: Any,
     ) -> list[Any]:
@@ -100,6 +102,8 @@ class TextGeneration:
             num_return_sequences: texts per prompt; above 1 they are drawn.
             return_full_text: a text begins with its prompt, a conversation with its messages.
             stop_strings: texts end with any of these.
+            continue_final_message: whether the texts go on with a conversation's last message;
+                None: where it is the assistant's.
             seed: seed of the first text; each further one counts on.
             options: `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`; `repetition_penalty`,
                 `frequency_penalty`, `presence_penalty`, `no_repeat_ngram_size`, `min_new_tokens`;
@@ -130,7 +134,12 @@ class TextGeneration:
         rules = Rules(**{name: options[name] for name in _RULES if name in options})
         alone = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], Mapping))
         prompts: list[Any] = [inputs] if alone else list(inputs)
-        rows = [self._ids(prompt) for prompt in prompts]
+        continued = [
+            not isinstance(prompt, str)
+            and (goes_on(prompt) if continue_final_message is None else continue_final_message)
+            for prompt in prompts
+        ]
+        rows = [self._ids(*pair) for pair in zip(prompts, continued, strict=True)]
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         streams: list[list[Stream]] = []
         try:
@@ -147,10 +156,14 @@ class TextGeneration:
                         stop=stops,
                     )
                     streams[-1].append(self._engine.submit(asked))
-            trios = zip(prompts, rows, streams, strict=True)
             answers = [
-                [self._text(prompt, ids, one, full=return_full_text) for one in several]
-                for prompt, ids, several in trios
+                [
+                    self._text(prompt, ids, one, full=return_full_text, continues=continues)
+                    for one in several
+                ]
+                for prompt, ids, several, continues in zip(
+                    prompts, rows, streams, continued, strict=True
+                )
             ]
         finally:
             for several in streams:
@@ -175,17 +188,25 @@ class TextGeneration:
         """Close."""
         self.close()
 
-    def _ids(self, prompt: str | Conversation) -> tuple[int, ...]:
+    def _ids(self, prompt: str | Conversation, continues: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(tokens_of(self.tokenizer, prompt, where="pipeline"))
         if self.tokenizer.chat_template is None:
             raise UsageError(
                 "pipeline: a conversation, but the tokenizer has no chat template", "give texts"
             )
-        return tuple(chat_tokens(self.tokenizer, prompt, where="pipeline", answer=True))
+        return tuple(
+            chat_tokens(self.tokenizer, prompt, where="pipeline", answer=True, continues=continues)
+        )
 
     def _text(
-        self, prompt: str | Conversation, ids: tuple[int, ...], stream: Stream, *, full: bool
+        self,
+        prompt: str | Conversation,
+        ids: tuple[int, ...],
+        stream: Stream,
+        *,
+        full: bool,
+        continues: bool,
     ) -> dict[str, Any]:
         tokens = []
         for event in stream:
@@ -196,10 +217,14 @@ class TextGeneration:
         text = continuation(self.tokenizer, ids, tokens)
         if isinstance(prompt, str):
             return {"generated_text": prompt + text if full else text}
-        answer = {"role": "assistant", "content": text}
-        return {
-            "generated_text": [*(dict(message) for message in prompt), answer] if full else text
-        }
+        if not full:
+            return {"generated_text": text}
+        messages = [dict(message) for message in prompt]
+        if continues:
+            messages[-1]["content"] += text
+        else:
+            messages.append({"role": "assistant", "content": text})
+        return {"generated_text": messages}
 
 
 def pipeline(artifact: str | Path, **options: Any) -> TextGeneration:

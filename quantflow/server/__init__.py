@@ -7,6 +7,7 @@
     bodies.py       the fields of requests
     validation.py   refusals of their values, in TGI's order and words; errors.py: their statuses
     tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
+    parsers/        calls of tools and reasoning in answers, a module for each family of models
     generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
     grammar.py      grammars of texts, as masks
     vllm.py         vLLM's own server in place of ours

@@ -112,6 +112,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
 
 
 class Function(Body):
@@ -200,7 +202,12 @@ class ChatBody(OpenAIBody):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
     parallel_tool_calls: Flag | None = None
+    tool_prompt: str | None = None  # TGI's, for templates that do not know tools
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: Flag | None = None
 
 
 class CompletionBody(OpenAIBody):

@@ -9,7 +9,7 @@ end with it.
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -256,6 +256,7 @@ class Service:
         tokens: Sequence[int] | None = None,
         rendered: bool = False,
         keeps_stop: bool = True,
+        kept: Collection[str] = (),
         timings: Timings | None = None,
     ) -> Answer:
         """Check a request and submit its rows.
@@ -269,6 +270,7 @@ class Service:
             rendered: whether the text comes from a chat template, which writes special tokens
                 itself.
             keeps_stop: whether an answer ends with its stop string, not before it.
+            kept: texts of special tokens that are part of the answer's text.
             timings: timings that began when the request came.
 
         Returns:
@@ -299,6 +301,7 @@ class Service:
             answer.prompt = ids
             masks = await self._masks(model, asked, count)
             bias = _bias(asked.logit_bias, vocabulary)
+            hidden = model.vocabulary.hidden_but(kept)
             timings.checked = time.monotonic()
             first_seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for row in range(count):
@@ -319,7 +322,9 @@ class Service:
                     lookup=self.lookup,
                     adapter=adapter,
                 )
-                grows = AnswerText(model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop)
+                grows = AnswerText(
+                    model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop, hidden=hidden
+                )
                 answer.rows.append(
                     Continuation(
                         stream=_submit(model, request),

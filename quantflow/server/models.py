@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.trace import TracedSteps
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from quantflow.server import parsers
 from quantflow.server.errors import Refused, bad_template, invalid
 from quantflow.server.grammar import Grammars
 from quantflow.server.settings import Limits, ServeJob
@@ -122,6 +124,7 @@ class ServedModel:
         self._workers = workers
         self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
         self._template = None if job.chat_template is None else _read_template(job.chat_template)
+        self._parsers = {"calls": job.tool_parser, "reasoning": job.reasoning_parser}
         self._renderer = chat_template.Renderer()
         # a thread of its own, so that threads that tokenize never wait for it
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="quantflow-template")
@@ -138,6 +141,10 @@ class ServedModel:
     def has_template(self) -> bool:
         """Whether conversations can be rendered."""
         return self._template is not None or self.tokenizer.chat_template is not None
+
+    def families(self, template: str) -> parsers.Families:
+        """How calls and reasoning are read from answers to a prompt of a template."""
+        return parsers.families_of(template, **self._parsers)
 
     @property
     def float8(self) -> bool:
@@ -169,31 +176,39 @@ class ServedModel:
         ]
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]
-    ) -> str:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer: bool = True,
+        continues: bool = False,
+        tools: Any = None,
+        tool_prompt: str | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> chat_template.Rendered:
         """The prompt that the chat template makes of a conversation.
 
-        It is rendered in the model's own process (`quantflow.models.chat_template`); time, memory
-        and length are bounded.
+        It is rendered in the model's own process (`quantflow.models.chat_template`, which has the
+        arguments); time, memory and length are bounded.
 
         Raises:
             Refused: of kind template_error.
         """
         if not self.has_template:
             raise bad_template("template not found")
-
-        def work() -> str:
-            options_of_template = {"template": self._template, "tools": tools, "options": options}
-            return chat_template.render(
-                self.tokenizer,
-                messages,
-                answer=True,
-                renderer=self._renderer,
-                **options_of_template,
-            )
-
+        work = partial(
+            chat_template.render,
+            self.tokenizer,
+            messages,
+            answer=answer,
+            continues=continues,
+            template=self._template,
+            tools=tools,
+            tool_prompt=tool_prompt,
+            options=options,
+            renderer=self._renderer,
+        )
         try:
-            text: str = await asyncio.wait_for(
+            rendered: chat_template.Rendered = await asyncio.wait_for(
                 self._in_thread(work, self._rendering), TEMPLATE_SECONDS
             )
         except TimeoutError:
@@ -202,9 +217,10 @@ class ServedModel:
             ) from None
         except chat_template.NotRendered as error:
             raise bad_template(str(error)) from error
-        if len(text) > TEMPLATE_CHARACTERS:
-            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} are allowed")
-        return text
+        length = len(rendered.text)
+        if length > TEMPLATE_CHARACTERS:
+            raise bad_template(f"{length} characters, {TEMPLATE_CHARACTERS} are allowed")
+        return rendered
 
     async def compiled(self, grammar: Any) -> Any:
         """A request's way through a grammar, compiled in a thread.

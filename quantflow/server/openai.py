@@ -2,12 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from quantflow.models.chat_form import goes_on
 from quantflow.models.chat_template import with_arguments
 from quantflow.server import tools as tooling
 from quantflow.server.bodies import (
@@ -20,6 +24,7 @@ from quantflow.server.bodies import (
     Message,
     OpenAIBody,
     ResponseFormat,
+    Tool,
 )
 from quantflow.server.errors import Refused, invalid
 from quantflow.server.events import EventStream
@@ -27,12 +32,15 @@ from quantflow.server.generation import Answer, AnswerPiece, Timings
 from quantflow.server.http import Endpoint, HttpCall, typed
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
+from quantflow.server.parsers import Families
 from quantflow.server.site import Site
 from quantflow.server.tgi import compat_generate
 from quantflow.server.validation import Asked
 
 DONE = "[DONE]"
 MOST_LOGPROBS = 20  # OpenAI's own limit
+UNREAD = "x-unread-template-variables"
+UNREAD_NAMES = 20  # that the header holds
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -54,19 +62,35 @@ async def chat(call: HttpCall) -> Response | EventStream:
     )
     adapter = site.models.adapter(body.model)
     async with site.models.using(body.model) as model:
-        text = await render(model, body, tools)
+        prompt = await render(model, body, tools)
+        families = prompt.families
         answer = await _begin(
-            site, model, asked, timings, text=text, rendered=True, adapter=adapter
+            site,
+            model,
+            asked,
+            timings,
+            text=prompt.text,
+            rendered=True,
+            kept=() if grammar is not None else families.kept(tools=bool(tools)),
+            adapter=adapter,
         )
+    reader = partial(
+        families.reader,
+        tooling.schemas(tools),
+        prompt=prompt.text,
+        prefix=prompt.prefix,
+        forced=grammar is not None,
+        reasons=wanted is None or wanted.type not in ("json", "json_object"),
+        parallel=body.parallel_tool_calls is not False,
+    )
     writer = ChatWriter(
         model,
         name=adapter or model.name,
-        tools=tools,
-        holds_back=grammar is not None,
-        parallel=body.parallel_tool_calls is not False,
+        reader=reader,
+        short_ids=families.calls is not None and families.calls.short_ids,
         logprobs=bool(body.logprobs),
     )
-    return await _respond(site, [answer], writer, body)
+    return await _respond(site, [answer], writer, body, headers=prompt.headers)
 
 
 async def completions(call: HttpCall) -> Response | EventStream:
@@ -154,9 +178,10 @@ async def chat_tokenize(call: HttpCall) -> Response:
     """The tokens of a conversation as its template writes it."""
     site, body = call.site, call.body
     async with site.models.using(body.model) as model:
-        text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
+        prompt = await render(model, body, tooling.offered(body.tools, body.tool_choice))
+        tokens = await model.offsets(prompt.text, rendered=True)
         return JSONResponse(
-            {"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text}
+            {"tokenize_response": tokens, "templated_text": prompt.text}, headers=prompt.headers
         )
 
 
@@ -188,7 +213,24 @@ def grammar_of(format: ResponseFormat | None) -> Grammar | None:
     )
 
 
-async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The prompt of a conversation.
+
+    Attributes:
+        text: text of the prompt.
+        prefix: beginning of the answer that the prompt ends with; empty where it has none.
+        families: how its answers are read.
+        headers: headers of the response, which name template variables that are never read.
+    """
+
+    text: str
+    prefix: str
+    families: Families
+    headers: Mapping[str, str]
+
+
+async def render(model: ServedModel, body: ChatBody, tools: Sequence[Tool]) -> Prompt:
     """The prompt of a conversation.
 
     Raises:
@@ -196,9 +238,34 @@ async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> st
     """
     if not body.messages:
         raise invalid("`messages` cannot be empty")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` are both true: the answer goes "
+            "on with the last message, or begins a new one"
+        )
     messages = [_plain(message) for message in body.messages]
-    shown = tooling.shown_to_template(tools) or None
-    return await model.render(messages, tools=shown, options=_options(body))
+    continues = body.continue_final_message
+    if continues is None:
+        continues = body.add_generation_prompt is not True and goes_on(messages)
+    rendered = await model.render(
+        messages,
+        answer=body.add_generation_prompt is not False,
+        continues=continues,
+        tools=tooling.shown_to_template(tools) or None,
+        tool_prompt=body.tool_prompt,
+        options=_options(body),
+    )
+    unread = dict.fromkeys(rendered.unread)
+    if body.reasoning_effort == "none" and "enable_thinking" not in unread:
+        unread.pop("reasoning_effort", None)
+    # escaped, since clients choose these names
+    names = ", ".join(json.dumps(name)[1:-1] for name in list(unread)[:UNREAD_NAMES])
+    return Prompt(
+        text=rendered.text,
+        prefix=str(messages[-1]["content"]) if continues else "",
+        families=model.families(rendered.template),
+        headers={UNREAD: names} if names else {},
+    )
 
 
 def _options(body: ChatBody) -> dict[str, Any]:
@@ -229,7 +296,11 @@ def _options(body: ChatBody) -> dict[str, Any]:
     }
     if taken := own & options.keys():
         raise invalid(f"`chat_template_kwargs` must not hold {', '.join(sorted(taken))}")
-    return options | ({} if body.guideline is None else {"guideline": body.guideline})
+    fields = ("guideline", "reasoning_effort", "enable_thinking")
+    given = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    if body.reasoning_effort == "none":
+        given.setdefault("enable_thinking", False)
+    return given | options
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -241,13 +312,16 @@ def _plain(message: Message) -> dict[str, Any]:
         )
         if other is not None:
             raise invalid(f"`messages` hold a part of type {other[:40]!r}; this model reads text")
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)
     message_fields: dict[str, Any] = {"role": message.role, "content": content or ""}
     message_fields |= {
         name: value
         for name in ("name", "tool_call_id")
         if (value := getattr(message, name)) is not None
     }
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        message_fields["reasoning_content"] = reasoning
     if message.tool_calls:
         message_fields["tool_calls"] = [
             with_arguments(one.model_dump(exclude_none=True)) for one in message.tool_calls
@@ -317,7 +391,12 @@ async def _begin(
 
 
 async def _respond(
-    site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody
+    site: Site,
+    answers: list[Answer],
+    writer: AnswerWriter,
+    body: OpenAIBody,
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Response | EventStream:
     """The response of answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
@@ -325,11 +404,12 @@ async def _respond(
         held = ExitStack()
         for answer in answers:
             held.enter_context(answer)
-        return EventStream(events=_stream(site, answers, writer, body), held=held)
+        events = _stream(site, answers, writer, body)
+        return EventStream(events=events, headers=headers, held=held)
     async with ending(site, answers):
         for answer in answers:
             await answer.finish()
-    return JSONResponse(writer.whole(answers, count=body.n or 1))
+    return JSONResponse(writer.whole(answers, count=body.n or 1), headers=dict(headers))
 
 
 async def _stream(

@@ -3,13 +3,16 @@
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quantflow.runtime.batching import FinishReason, PromptToken, TokenLogprob
-from quantflow.server import tools as tooling
 from quantflow.server.generation import Answer, AnswerPiece, Continuation
 from quantflow.server.models import ServedModel
+from quantflow.server.parsers import Reader
+from quantflow.server.parsers.deltas import Call, Delta, Text, Thought
+from quantflow.server.parsers.json_calls import loaded
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
@@ -68,20 +71,37 @@ class Head:
         return f"{self._event}, {_encode({'choices': choices, **more}).removeprefix('{')}"
 
 
-class ChatWriter:
-    """Choices of a chat.
+@dataclass(kw_only=True)
+class _Reading:
+    """What was read of a choice so far.
 
-    A text that may be a call of a tool is held back until it is certain whether it is one.
+    Attributes:
+        reader: reader of its text.
+        calls: number of its calls.
+        arguments: pieces of the last call's arguments.
     """
+
+    reader: Reader
+    calls: int = 0
+    arguments: list[str] = field(default_factory=list)
+
+    def reason(self, finish: FinishReason) -> str:
+        """OpenAI's reason of its end: a call that is cut off is no call to make."""
+        whole = loaded("".join(self.arguments)) is not None
+        called = self.calls and (whole or finish is not FinishReason.LENGTH)
+        return "tool_calls" if called else _REASONS[finish]
+
+
+class ChatWriter:
+    """Choices of a chat: text, reasoning and calls, as soon as it is certain which a piece is."""
 
     def __init__(
         self,
         model: ServedModel,
         *,
         name: str,
-        tools: Sequence[Any],
-        holds_back: bool,
-        parallel: bool,
+        reader: Callable[[], Reader],
+        short_ids: bool,
         logprobs: bool,
     ) -> None:
         """Keep the form of the answer.
@@ -89,16 +109,15 @@ class ChatWriter:
         Args:
             model: model that answers.
             name: name of the model or of its adapter in the request.
-            tools: tools that the model was shown.
-            holds_back: whether the answer is certainly a call.
-            parallel: whether several calls are allowed; otherwise only the first is returned.
+            reader: makes the reader of a choice.
+            short_ids: whether ids of calls are nine letters and digits.
             logprobs: whether tokens have their log-probabilities.
         """
-        self._model, self._tools, self._holds_back = model, tools, holds_back
-        self._parallel, self._logprobs = parallel, logprobs
+        self._model, self._reader = model, reader
+        self._short_ids, self._logprobs = short_ids, logprobs
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
         self._head = Head(model, name=name, prefix="chatcmpl", **kinds)
-        self._sent: dict[int, int] = {}  # choice -> characters that were sent
+        self._streamed: dict[int, _Reading] = {}  # by choice
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Answers as a whole."""
@@ -107,31 +126,28 @@ class ChatWriter:
 
     def begin(self, index: int) -> list[str]:
         """The event that names the speaker."""
+        self._streamed[index] = _Reading(reader=self._reader())
         return [self.event([_chunk(index, {"role": "assistant", "content": ""})])]
 
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
         """The events of one token."""
-        row = answer.rows[piece.row]
-        events = []
-        text, calls = (
-            self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
-        )
-        sent = self._sent.get(index, 0)
+        del answer
+        reading = self._streamed[index]
+        deltas = reading.reader.feed(piece.shown)
+        if piece.finish:
+            deltas += reading.reader.end(cut=piece.finish is FinishReason.LENGTH)
+        written = [self._delta(delta, reading) for delta in deltas]
         logprobs = None
         if self._logprobs and not _ends(piece):
             logprobs = {"content": [chat_logprob(self._model, piece)]}
-        shown = text[sent:]
-        if shown or (logprobs and not piece.finish):
-            self._sent[index] = sent + len(shown)
-            events.append(self.event([_chunk(index, {"content": shown}, logprobs=logprobs)]))
+            written = written or ([] if piece.finish else [{"content": ""}])
+        events = []
+        for delta in written:
+            events.append(self.event([_chunk(index, delta, logprobs=logprobs)]))
             logprobs = None
-        if calls:
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            events.append(self.event([_chunk(index, {"tool_calls": numbered})]))
         if piece.finish:
-            events.append(
-                self.event([_chunk(index, {}, logprobs=logprobs, reason=_reason(row, calls))])
-            )
+            reason = reading.reason(piece.finish)
+            events.append(self.event([_chunk(index, {}, logprobs=logprobs, reason=reason)]))
         return events
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
@@ -139,10 +155,26 @@ class ChatWriter:
         return self._head.event(choices, usage)
 
     def _choice(self, row: Continuation) -> dict[str, Any]:
-        text, calls = self._parted(row.text.text)
+        reading = _Reading(reader=self._reader())
+        deltas = reading.reader.feed(row.text.text)
+        deltas += reading.reader.end(cut=row.finish is FinishReason.LENGTH)
+        text = reasoning = ""
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            if isinstance(delta, Text):
+                text += delta.text
+            elif isinstance(delta, Thought):
+                reasoning += delta.text
+            else:
+                (written,) = self._delta(delta, reading)["tool_calls"]
+                if isinstance(delta, Call):
+                    del written["index"]
+                    calls.append(written)
+                else:
+                    calls[-1]["function"]["arguments"] += delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = calls
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
         logprobs = None
         if self._logprobs:
             logprobs = {
@@ -150,20 +182,26 @@ class ChatWriter:
                     chat_logprob(self._model, piece) for piece in row.pieces if not _ends(piece)
                 ]
             }
-        return {"message": message, "finish_reason": _reason(row, calls), "logprobs": logprobs}
+        reason = reading.reason(row.finish)
+        return {"message": message, "finish_reason": reason, "logprobs": logprobs}
 
-    def _parted(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """An answer's text and its calls."""
-        if not self._tools:
-            return text, []
-        text, calls = tooling.parted(text, self._tools)
-        return text, calls if self._parallel else calls[:1]
-
-    def _certain(self, text: str) -> str:
-        """The beginning of an answer that is certainly no call."""
-        if not self._tools:
-            return text
-        return "" if self._holds_back else text[: tooling.before_call(text)]
+    def _delta(self, delta: Delta, reading: _Reading) -> dict[str, Any]:
+        """A delta as OpenAI's clients read it: a call's id and name come before its arguments."""
+        if isinstance(delta, Text):
+            return {"content": delta.text}
+        if isinstance(delta, Thought):
+            return {"reasoning_content": delta.text}
+        if isinstance(delta, Call):
+            number, reading.arguments = reading.calls, []
+            reading.calls += 1
+            identifier = (
+                secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
+            )
+            function = {"name": delta.name, "arguments": ""}
+            call = {"index": number, "id": identifier, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        reading.arguments.append(delta.text)
+        return {"tool_calls": [{"index": reading.calls - 1, "function": {"arguments": delta.text}}]}
 
 
 class CompletionWriter:
@@ -298,10 +336,6 @@ def _chunk(
     index: int, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _reason(row: Continuation, calls: Sequence[Any]) -> str:
-    return "tool_calls" if calls else _REASONS[row.finish]
 
 
 def _ends(piece: AnswerPiece) -> bool:

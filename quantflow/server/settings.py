@@ -29,6 +29,7 @@ from quantflow.runtime.generate_job import (
     REVISION_HELP,
 )
 from quantflow.runtime.request_limits import check_limits
+from quantflow.server import parsers
 from quantflow.settings import check_numbers, device_flag, setting
 
 SERVE = ("serve",)
@@ -160,6 +161,22 @@ class ServeJob:
         metavar="FILE",
         parse=Path,
         help="Jinja file in place of the tokenizer's template.",
+    )
+    tool_parser: str = _for_serve(
+        parsers.AUTO,
+        "--tool-parser",
+        metavar="NAME",
+        shown=True,
+        help=f"How calls of tools are read: {', '.join(parsers.FAMILIES)}, none, or as the chat "
+        "template shows.",
+    )
+    reasoning_parser: str = _for_serve(
+        parsers.AUTO,
+        "--reasoning-parser",
+        metavar="NAME",
+        shown=True,
+        help=f"How reasoning is told from the answer: {', '.join(parsers.REASONING)}, harmony, "
+        "none, or as the chat template shows.",
     )
     host: str = _for_serve("127.0.0.1", "--host", shown=True, help="0.0.0.0 is every network.")
     port: int = _for_serve(8000, "--port", variable="PORT", shown=True, help="0: a free one.")
@@ -319,6 +336,7 @@ class ServeJob:
             UsageError: settings contradict each other or name nothing; the message names them.
         """
         check_numbers(self)
+        parsers.check_names(calls=self.tool_parser, reasoning=self.reasoning_parser)
         if self.engine == "vllm" and self.device != "cpu":
             raise UsageError(
                 f"device {self.device} with engine vllm",

@@ -1,7 +1,7 @@
 """The text of an answer while it grows: whole characters, and no part of a hidden stop string."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,13 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], *, stops: Sequence[str], keeps_stop: bool
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        *,
+        stops: Sequence[str],
+        keeps_stop: bool,
+        hidden: frozenset[int] | None = None,
     ) -> None:
         """Begin after a prompt.
 
@@ -30,12 +36,13 @@ class AnswerText:
             stops: strings that end the answer.
             keeps_stop: whether the answer ends with its stop string, as TGI's does; otherwise it
                 ends before it, as OpenAI's.
+            hidden: tokens that have no text; None: the special ones.
         """
         self.text = ""
         self._whole = ""  # all that was decoded
         self._searches = [StopSearch(stop) for stop in stops]
         self._keeps_stop = keeps_stop
-        self._stream = TextStream(tokenizer, prompt, tell=self._take)
+        self._stream = TextStream(tokenizer, prompt, tell=self._take, hidden=hidden)
 
     def put(self, token: int) -> tuple[str, str]:
         """Add a token; return the decoded text that it completes, and text that may be shown.
@@ -142,6 +149,10 @@ class Vocabulary:
         self.special = frozenset(tokenizer.all_special_ids)
         self.text = lru_cache(maxsize=1 << 16)(self._text)
         self.within = lru_cache(maxsize=1 << 16)(self._within)
+        self._added = {
+            str(token.content): (number, bool(token.special))
+            for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        }
         letter = tokenizer.convert_tokens_to_ids("a")
         self._before = [] if letter in (None, tokenizer.unk_token_id) else [letter]
 
@@ -153,6 +164,18 @@ class Vocabulary:
         """The text that a token adds to another; some tokenizers drop a text's first space."""
         before = str(self._tokenizer.decode(self._before))
         return str(self._tokenizer.decode([*self._before, token]))[len(before) :]
+
+    def hidden_but(self, texts: Collection[str]) -> frozenset[int] | None:
+        """The special tokens but for some texts; None where none of these is a special token.
+
+        Fast tokenizers know more special tokens than they name, such as Llama's
+        `<|python_tag|>`.
+        """
+        kept = {self._added[text][0] for text in texts if self._added.get(text, (0, False))[1]}
+        if not kept:
+            return None
+        special = {number for number, special in self._added.values() if special}
+        return frozenset((special | self.special) - kept)
 
     def bytes_of(self, token: int) -> list[int]:
         """The UTF-8 of `within`, also where it is half a character."""

@@ -1,14 +1,9 @@
-"""Tools of a chat: the grammar that forces a call, and the calls in a text.
+"""Tools of a chat: which the model is shown, and the grammar that forces a call.
 
 A forced call (`required`, or a function by name) is a grammar, so its JSON always fits. With `auto`
-the model writes what it was trained to write, and two ways of writing a call are read:
-`<tool_call>{...}</tool_call>`, as Hermes, Qwen and SmolLM have it, and an answer that is nothing
-but `{"name": ..., "arguments" or "parameters": ...}`, as Llama 3 does.
+the model writes what it was trained to write, and `quantflow.server.parsers` reads it.
 """
 
-import json
-import re
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +11,6 @@ from quantflow.server.bodies import Grammar, Tool, ToolChoice
 from quantflow.server.errors import bad_tool
 from quantflow.server.grammar import require_shallow
 
-OPENING = "<tool_call>"
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _ANYTHING = {"type": "object"}
 Choice = str | ToolChoice | None
 
@@ -60,45 +53,9 @@ def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
     return Grammar(type="json", value={"anyOf": calls, "$defs": schemas})
 
 
-def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
-    """The text outside an answer's calls, and the calls of known tools, as OpenAI writes them.
-
-    Where one of the calls is none, the result is the whole text and no call. Space around calls is
-    no text.
-    """
-    marked = _CALL.findall(text)
-    outside = _CALL.sub("", text) if marked else ""
-    calls = []
-    for piece in marked or [text]:
-        try:
-            value = json.loads(piece)
-        except (ValueError, RecursionError):
-            return text, []
-        if not isinstance(value, dict) or value.get("name") not in [
-            tool.function.name for tool in tools
-        ]:
-            return text, []
-        arguments = value.get("arguments", value.get("parameters", {}))
-        written = (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
-        function = {"name": value["name"], "arguments": written}
-        calls.append(
-            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-        )
-    return outside if outside.strip() else "", calls
-
-
-def before_call(text: str) -> int:
-    """Length of an answer's beginning before anything that is a call or may become one."""
-    if text.lstrip().startswith("{"):
-        return 0
-    begun = next(
-        length for length in range(len(OPENING) - 1, -1, -1) if text.endswith(OPENING[:length])
-    )
-    place = text.find(OPENING)
-    place = len(text) - begun if place < 0 else place
-    return place if text[:place].strip() else 0
+def schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """The schema of each tool's arguments, by the tool's name."""
+    return {tool.function.name: _schema_of(tool) for tool in tools}
 
 
 def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:

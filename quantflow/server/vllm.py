@@ -13,6 +13,7 @@ from typing import Any
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.canonical import read_json
 from quantflow.files.manifest import read_manifest
+from quantflow.server.parsers import AUTO, NONE
 from quantflow.server.settings import ServeJob
 from quantflow.settings import KEY as SETTING
 
@@ -21,7 +22,17 @@ COMMAND = "vllm"
 _PASSED_ON = {
     *("revision", "name", "adapters", "chat_template", "host", "port", "api_key"),
     *("cors_allow_origin", "engine", "tensor_parallel", "device"),
+    *("tool_parser", "reasoning_parser"),
 }
+# vLLM's names of our parsers, where they differ
+_TOOL_PARSERS = {
+    "harmony": "openai",
+    "deepseek": "deepseek_v3",
+    "qwen_coder": "qwen3_coder",
+    "glm": "glm45",
+    "llama": "llama3_json",
+}
+_REASONING_PARSERS = {"think": "qwen3", "harmony": "openai_gptoss"}
 _LIMITS_PASSED_ON = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
 
 
@@ -84,6 +95,12 @@ def command_of(job: ServeJob) -> list[str]:
         words += ["--max-num-batched-tokens", str(limits.max_batch_prefill_tokens)]
     if job.chat_template is not None:
         words += ["--chat-template", str(job.chat_template)]
+    if job.tool_parser not in (AUTO, NONE):
+        name = _TOOL_PARSERS.get(job.tool_parser, job.tool_parser)
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", name]
+    if job.reasoning_parser not in (AUTO, NONE):
+        name = _REASONING_PARSERS.get(job.reasoning_parser, job.reasoning_parser)
+        words += ["--reasoning-parser", name]
     if job.cors_allow_origin:
         words += [
             "--allowed-origins",

@@ -24,6 +24,7 @@ class TextStream:
         prompt: Sequence[int],
         *,
         tell: Callable[[str], None],
+        hidden: frozenset[int] | None = None,
     ) -> None:
         """Begin after a prompt.
 
@@ -31,8 +32,9 @@ class TextStream:
             tokenizer: tokenizer of prompt and tokens.
             prompt: tokens of the prompt.
             tell: called with each new piece, which is never empty.
+            hidden: tokens that have no text; None: the special ones.
         """
-        self._tokenizer, self._tell = tokenizer, tell
+        self._tokenizer, self._tell, self._hidden = tokenizer, tell, hidden
         self._tokens = list(prompt[-_CONTEXT:])
         # tokens from `_told` on are decoded, so that a piece has its context; from `_whole` on they
         # have not been handed out
@@ -57,7 +59,10 @@ class TextStream:
             self._tell(after[len(before) :])
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        if self._hidden is None:
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        shown = [token for token in tokens if token not in self._hidden]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
 
 def continuation(

@@ -135,12 +135,10 @@ def test_a_text_is_that_of_transformers(tools, answer, options, generator):
     ]
     words = {"tools": tools, "tokenize": False, "add_generation_prompt": answer}
     expected = generator.tokenizer.apply_chat_template(messages, **words, **options)
-    assert (
-        chat_template.render(
-            generator.tokenizer, messages, answer=answer, tools=tools, options=options
-        )
-        == expected
+    rendered = chat_template.render(
+        generator.tokenizer, messages, answer=answer, tools=tools, options=options
     )
+    assert (rendered.text, rendered.unread) == (expected, ())
 
 
 def test_a_template_that_is_too_deep_to_be_compiled_is_refused(generator):
@@ -150,7 +148,7 @@ def test_a_template_that_is_too_deep_to_be_compiled_is_refused(generator):
     for template in (deep, nested, folded):
         with pytest.raises(chat_template.NotRendered):
             chat_template.render(generator.tokenizer, asks("def"), answer=True, template=template)
-    assert "user: def" in chat_template.render(generator.tokenizer, asks("def"), answer=True)
+    assert "user: def" in chat_template.render(generator.tokenizer, asks("def"), answer=True).text
 
 
 def test_what_answers_is_gone_with_the_server(serve, hostile):

@@ -53,6 +53,16 @@ def test_the_command_says_what_the_artifact_says(artifact, capsys):
     ]
     expected += ["--max-model-len", "512", "--max-num-seqs", "8"]
     assert words == expected
+    job = ServeJob(
+        artifact=artifact, engine="vllm", tool_parser="llama", reasoning_parser="deepseek_r1"
+    )
+    assert vllm.command_of(job)[-5:] == [
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "llama3_json",
+        "--reasoning-parser",
+        "deepseek_r1",
+    ]
     command = ["serve", str(artifact), "--engine", "vllm", "--dry-run", "--port", "8001"]
     assert exit_code(cli, command) == 0
     assert capsys.readouterr().out.split()[:3] == ["vllm", "serve", str(artifact)]

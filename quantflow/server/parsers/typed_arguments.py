@@ -1,0 +1,101 @@
+"""Arguments that come as names and bare texts: each becomes what the tool's schema says.
+
+Families that write arguments between tags say nothing of types: `5` may be a number or a text.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quantflow.server.parsers.deltas import Arguments
+from quantflow.server.parsers.pythonic import read_literal
+from quantflow.server.parsers.source import Source, Steps
+
+_KINDS: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+
+
+class TypedArguments:
+    """The JSON object of a call's arguments, argument by argument."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        """Begin the object; `schema` is the tool's."""
+        self._schema = schema
+        self._count = 0
+
+    def begin(self, name: str) -> Arguments:
+        """The beginning of an argument: its name."""
+        before = ", " if self._count else "{"
+        self._count += 1
+        return Arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+
+    def end(self) -> Arguments:
+        """The end of the object."""
+        return Arguments("}" if self._count else "{}")
+
+    def value(self, source: Source, name: str, *ends: str) -> Steps[str | None]:
+        """Read a value up to one of some ends, which is not read; a text is handed on as it comes.
+
+        Returns:
+            The end; None where the text ended without one.
+        """
+        kinds = kinds_of(self._schema.get("properties", {}).get(name), self._schema)
+        if kinds == {"string"}:
+            yield Arguments('"')
+            end = yield from source.until(*ends, wrap=_in_string)
+            if end is not None:
+                yield Arguments('"')
+            return end
+        text, end = yield from source.collect(*ends)
+        if end is not None:
+            yield Arguments(json.dumps(typed(text, kinds), ensure_ascii=False))
+        return end
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
+    """The JSON types that a schema allows, as far as it says them; none where it says nothing."""
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
+    said = schema.get("type")
+    if isinstance(said, str):
+        return {said}
+    if isinstance(said, list):
+        return {one for one in said if isinstance(one, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return {_KINDS[type(value)] for value in values}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return kinds_of(found, root, depth - 1)
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    return set().union(*(kinds_of(part, root, depth - 1) for part in parts))
+
+
+def typed(text: str, kinds: set[str]) -> Any:
+    """A value of one of some types; the text itself where it is of none of them."""
+    if not kinds:
+        value = read_literal(text)
+        return text if isinstance(value, str) else value
+    value = read_literal(text)
+    kind = _KINDS.get(type(value), "")
+    if kind == "integer" and "integer" not in kinds and "number" in kinds:
+        return value
+    if kind == "number" and "number" not in kinds and value == int(value) and "integer" in kinds:
+        return int(value)
+    if kind in kinds and kind != "string":
+        return value
+    return text if "string" in kinds or isinstance(value, str) else value
+
+
+def _in_string(piece: str) -> Arguments:
+    return Arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
