@@ -78,7 +78,7 @@ def with_short_ids(messages: Messages, template: str) -> list[Mapping[str, Any]]
     """
     if _ASKS_FOR_NINE.search(template) is None:
         return list(messages)
-    changed = []
+    changed: list[Mapping[str, Any]] = []
     for message in messages:
         fields = dict(message)
         if isinstance(calls := fields.get("tool_calls"), list):

@@ -318,7 +318,7 @@ class Reader:
         if not self._space.strip():
             return ""
         self._said = True
-        return self._space.lstrip() if self._thought else self._space
+        return self._space
 
     def _reasoning(self, text: str) -> str:
         text = self._gap + text if self._thought else text.lstrip()

@@ -1,7 +1,8 @@
 """Calls as Python: `[weather(city="Rome", days=2), clock()]`, as Llama 3.2 and 4 write them.
 
 Llama 4 puts them between `<|python_start|>` and `<|python_end|>`, LFM2 between
-`<|tool_call_start|>` and `<|tool_call_end|>`. Llama 4 writes JSON too. An argument is handed on when its value is whole.
+`<|tool_call_start|>` and `<|tool_call_end|>`. Llama 4 writes JSON too. An argument is handed on
+when its value is whole.
 """
 
 import ast

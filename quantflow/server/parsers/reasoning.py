@@ -61,3 +61,4 @@ def thoughts(source: Source, marks: Marks, *, begun: bool, calls: tuple[str, ...
     mark = yield from source.until(marks.closing, *calls, wrap=Thought)
     if mark == marks.closing:
         source.take(len(mark))
+        yield from source.space()

@@ -34,6 +34,10 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 [TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]\
 {{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}
 {% endfor %}{{ tools | tojson if tools }}"""
+# one that knows two more roles
+DEVELOPER = """{% for m in messages %}{{ m.role if m.role in ['developer', 'critic'] else 'other' }}\
+: {{ m.content }}
+{% endfor %}"""
 WEATHER = {
     "type": "function",
     "function": {
@@ -187,7 +191,13 @@ def test_reasoning_that_the_prompt_begins_is_reasoning(qwen):
 
 
 def test_a_forced_call_that_is_cut_off_has_its_arguments_so_far(qwen):
-    fields = {"tools": [WEATHER], "tool_choice": "required", "response_format": None}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "minLength": 200}},
+        "required": ["city"],
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    fields = {"tools": [tool], "tool_choice": "required", "response_format": None}
     whole, chunks = answered(qwen, "", **fields, max_tokens=24, temperature=0)
     (call,) = whole["message"]["tool_calls"]
     assert call["function"]["name"] == "weather" and whole["message"]["content"] is None
@@ -207,27 +217,23 @@ def test_parsers_can_be_chosen_and_left_out(serve, tmp_path):
         assert whole["message"]["content"] == "<think>Hm.</think>"
         assert len(whole["message"]["tool_calls"][0]["id"]) == 9
         assert together(chunks)[0] == without_ids(whole["message"])
-    with serve(chat_template=path, tool_parser="none") as server:
-        whole, _ = answered(server, text, tools=[WEATHER])
-        assert whole["message"]["content"] == "[TOOL_CALLS]weather[ARGS]{}"
 
 
 def test_a_developer_is_the_system_where_the_template_does_not_know_the_role(qwen, servers):
     """sgl-project/sglang#40082, vllm-project/vllm#42407: the instruction was left out."""
     messages = [{"role": "developer", "content": "Be brief."}, *ASKED]
     assert prompt(qwen, messages) == "<s>system: Be brief.\nuser: hi\nassistant: "
-    knows = "{% for m in messages %}{% if m.role == 'developer' %}dev: {{ m.content }}{% endif %}"
-    assert prompt(servers(knows + "{% endfor %}"), messages) == "dev: Be brief."
+    assert prompt(servers(DEVELOPER), messages).startswith("developer: Be brief.")
 
 
-@pytest.mark.parametrize("template", [QWEN, PLAIN])
 @pytest.mark.parametrize("role", ["devloper", "function", "", "critic"])
-def test_a_role_that_nobody_knows_is_refused_by_name(servers, template, role):
-    message = refusal(servers(template), messages=[{"role": role, "content": "x"}, *ASKED])
-    assert f"no role {role!r}" in message and "system, user, assistant, tool" in message
-    known = template.replace("{{ bos_token }}", f"{{{{ '{role}' }}}}")
-    if template == PLAIN and role == "critic":
-        assert f"{role}: x" in prompt(servers(known), [{"role": role, "content": "x"}])
+def test_a_role_that_nobody_knows_is_refused_by_name(qwen, plain, servers, role):
+    messages = [{"role": role, "content": "x"}, *ASKED]
+    for server in (qwen, plain):
+        message = refusal(server, messages=messages)
+        assert f"no role {role!r}" in message and "system, user, assistant, tool" in message
+    if role == "critic":
+        assert f"{role}: x" in prompt(servers(DEVELOPER), messages)
 
 
 def test_a_role_whose_messages_the_template_leaves_out_is_refused_by_name(qwen, plain):
@@ -346,7 +352,7 @@ def test_fields_of_thinking_reach_the_template(qwen, fields, end):
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_of_the_history_reaches_the_template(qwen, name):
     earlier = {"role": "assistant", "content": "Four.", name: "Hm."}
-    assert "assistant: <think>Hm.</think>Four.\n" in prompt(qwen, [*ASKED, earlier, *ASKED])
+    assert "assistant: <think>Hm.</think>Four." in prompt(qwen, [*ASKED, earlier, *ASKED])
 
 
 def test_calls_have_the_ids_that_mistrals_templates_take(servers):

@@ -279,7 +279,7 @@ def test_a_text_in_pieces_holds_what_the_whole_one_does(name):
     calls, text, expected = CASES[name]
     assert read(list(text), calls=calls) == expected
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(
         st.lists(st.integers(0, len(text)), max_size=6), st.integers(0, len(text)), st.booleans()
     )
@@ -293,7 +293,7 @@ def test_a_text_in_pieces_holds_what_the_whole_one_does(name):
     split()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([*parsers.FAMILIES]),
     st.lists(
