@@ -142,9 +142,9 @@ class ServedModel:
         """Whether conversations can be rendered."""
         return self._template is not None or self.tokenizer.chat_template is not None
 
-    def families(self, template: str) -> parsers.Families:
+    def parsers_of(self, template: str) -> parsers.AnswerParsers:
         """How calls and reasoning are read from answers to a prompt of a template."""
-        return parsers.families_of(template, **self._parsers)
+        return parsers.parsers_of(template, **self._parsers)
 
     @property
     def float8(self) -> bool:

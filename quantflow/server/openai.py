@@ -32,7 +32,7 @@ from quantflow.server.generation import Answer, AnswerPiece, Timings
 from quantflow.server.http import Endpoint, HttpCall, typed
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
-from quantflow.server.parsers import Families
+from quantflow.server.parsers import AnswerParsers
 from quantflow.server.site import Site
 from quantflow.server.tgi import compat_generate
 from quantflow.server.validation import Asked
@@ -63,7 +63,7 @@ async def chat(call: HttpCall) -> Response | EventStream:
     adapter = site.models.adapter(body.model)
     async with site.models.using(body.model) as model:
         prompt = await render(model, body, tools)
-        families = prompt.families
+        reads = prompt.parsers
         answer = await _begin(
             site,
             model,
@@ -71,11 +71,11 @@ async def chat(call: HttpCall) -> Response | EventStream:
             timings,
             text=prompt.text,
             rendered=True,
-            kept=() if grammar is not None else families.kept(tools=bool(tools)),
+            kept=() if grammar is not None else reads.kept(tools=bool(tools)),
             adapter=adapter,
         )
     reader = partial(
-        families.reader,
+        reads.reader,
         tooling.schemas(tools),
         prompt=prompt.text,
         prefix=prompt.prefix,
@@ -87,7 +87,7 @@ async def chat(call: HttpCall) -> Response | EventStream:
         model,
         name=adapter or model.name,
         reader=reader,
-        short_ids=families.calls is not None and families.calls.short_ids,
+        short_ids=reads.calls is not None and reads.calls.short_ids,
         logprobs=bool(body.logprobs),
     )
     return await _respond(site, [answer], writer, body, headers=prompt.headers)
@@ -220,13 +220,13 @@ class Prompt:
     Attributes:
         text: text of the prompt.
         prefix: beginning of the answer that the prompt ends with; empty where it has none.
-        families: how its answers are read.
+        parsers: how its answers are read.
         headers: headers of the response, which name template variables that are never read.
     """
 
     text: str
     prefix: str
-    families: Families
+    parsers: AnswerParsers
     headers: Mapping[str, str]
 
 
@@ -263,7 +263,7 @@ async def render(model: ServedModel, body: ChatBody, tools: Sequence[Tool]) -> P
     return Prompt(
         text=rendered.text,
         prefix=str(messages[-1]["content"]) if continues else "",
-        families=model.families(rendered.template),
+        parsers=model.parsers_of(rendered.template),
         headers={UNREAD: names} if names else {},
     )
 

@@ -11,7 +11,7 @@ from quantflow.runtime.batching import FinishReason, PromptToken, TokenLogprob
 from quantflow.server.generation import Answer, AnswerPiece, Continuation
 from quantflow.server.models import ServedModel
 from quantflow.server.parsers import Reader
-from quantflow.server.parsers.deltas import Call, Delta, Text, Thought
+from quantflow.server.parsers.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
 from quantflow.server.parsers.json_calls import loaded
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -161,13 +161,13 @@ class ChatWriter:
         text = reasoning = ""
         calls: list[dict[str, Any]] = []
         for delta in deltas:
-            if isinstance(delta, Text):
+            if isinstance(delta, TextDelta):
                 text += delta.text
-            elif isinstance(delta, Thought):
+            elif isinstance(delta, ReasoningDelta):
                 reasoning += delta.text
             else:
                 (written,) = self._delta(delta, reading)["tool_calls"]
-                if isinstance(delta, Call):
+                if isinstance(delta, CallDelta):
                     del written["index"]
                     calls.append(written)
                 else:
@@ -187,11 +187,11 @@ class ChatWriter:
 
     def _delta(self, delta: Delta, reading: _Reading) -> dict[str, Any]:
         """A delta as OpenAI's clients read it: a call's id and name come before its arguments."""
-        if isinstance(delta, Text):
+        if isinstance(delta, TextDelta):
             return {"content": delta.text}
-        if isinstance(delta, Thought):
+        if isinstance(delta, ReasoningDelta):
             return {"reasoning_content": delta.text}
-        if isinstance(delta, Call):
+        if isinstance(delta, CallDelta):
             number, reading.arguments = reading.calls, []
             reading.calls += 1
             identifier = (

@@ -167,15 +167,15 @@ class ServeJob:
         "--tool-parser",
         metavar="NAME",
         shown=True,
-        help=f"How calls of tools are read: {', '.join(parsers.FAMILIES)}, none, or as the chat "
-        "template shows.",
+        help=f"How calls of tools are read: {', '.join(parsers.CALL_PARSERS)}, none, or as the "
+        "chat template shows.",
     )
     reasoning_parser: str = _for_serve(
         parsers.AUTO,
         "--reasoning-parser",
         metavar="NAME",
         shown=True,
-        help=f"How reasoning is told from the answer: {', '.join(parsers.REASONING)}, harmony, "
+        help=f"How reasoning is told from text: {', '.join(parsers.REASONING_PARSERS)}, harmony, "
         "none, or as the chat template shows.",
     )
     host: str = _for_serve("127.0.0.1", "--host", shown=True, help="0.0.0.0 is every network.")

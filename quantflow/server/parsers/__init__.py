@@ -1,10 +1,10 @@
 """Parsers of answers: calls of tools and reasoning, as the families of models write them.
 
-    template -> families_of(...) -> Reader(...) -> feed(text), ..., end() -> deltas
+    template -> parsers_of(...) -> Reader(...) -> feed(text), ..., end() -> deltas
 
 A whole answer and a stream go through the same `Reader`, so both hold the same. A family is a row
-of `FAMILIES` or `REASONING`; its module has the format. The chat template shows the family, since
-it writes earlier calls as the model learned them.
+of `CALL_PARSERS` or `REASONING_PARSERS`; its module has the format. The chat template shows the
+family, since it writes earlier calls as the model learned them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,22 +13,22 @@ from types import MappingProxyType
 
 from quantflow.errors import UsageError
 from quantflow.server.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
-from quantflow.server.parsers.deltas import Call, Delta, Text, Thought
+from quantflow.server.parsers.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
 from quantflow.server.parsers.glm import glm
 from quantflow.server.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, harmony
 from quantflow.server.parsers.json_calls import Tools
 from quantflow.server.parsers.mistral import ARGS, ID, OPENING, mistral
 from quantflow.server.parsers.pythonic import CLOSINGS, OPENINGS, pythonic
 from quantflow.server.parsers.qwen_coder import qwen_coder
-from quantflow.server.parsers.reasoning import Marks, thoughts
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.reasoning import ReasoningMarks, thoughts
+from quantflow.server.parsers.source import AnswerSource, Steps
 from quantflow.server.parsers.tagged_json import BAR, PYTHON, TAG, granite, hermes, llama, untagged
 
 AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class CallParser:
     """A way of writing calls.
 
     Attributes:
@@ -40,7 +40,7 @@ class Family:
         reasons: whether it reads reasoning too.
     """
 
-    read: Callable[[Source, Tools], Steps[None]]
+    read: Callable[[AnswerSource, Tools], Steps[None]]
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -49,47 +49,47 @@ class Family:
 
 
 _TAGS = (TAG, "</tool_call>")
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+CALL_PARSERS: Mapping[str, CallParser] = MappingProxyType(
     {  # a template belongs to the first family of which it has a sign
-        "harmony": Family(
+        "harmony": CallParser(
             read=harmony,
             signs=("<|channel|>",),
             kept=(START, CHANNEL, MESSAGE, CONSTRAIN, END),
             reasons=True,
         ),
-        "mistral": Family(
+        "mistral": CallParser(
             read=mistral,
             signs=(OPENING,),
             marks=(OPENING,),
             kept=(OPENING, ID, ARGS),
             short_ids=True,
         ),
-        "deepseek": Family(
+        "deepseek": CallParser(
             read=deepseek,
             signs=(CALLS,),
             marks=(CALLS,),
             kept=(CALLS, CALL, SEPARATOR, CALL_END, CALLS_END),
         ),
-        "qwen_coder": Family(
+        "qwen_coder": CallParser(
             read=qwen_coder, signs=("<parameter=",), marks=(TAG, "<function="), kept=_TAGS
         ),
-        "glm": Family(
+        "glm": CallParser(
             read=glm,
             signs=("<arg_key>",),
             marks=(TAG,),
             kept=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         ),
-        "granite": Family(
+        "granite": CallParser(
             read=granite, signs=(BAR,), marks=(BAR, TAG), kept=(BAR, "<|/tool_call|>", *_TAGS)
         ),
-        "pythonic": Family(
+        "pythonic": CallParser(
             read=pythonic,
             signs=(*OPENINGS, "[func_name1("),
             marks=OPENINGS,
             kept=(*OPENINGS, *CLOSINGS),
         ),
-        "hermes": Family(read=hermes, signs=(TAG,), marks=(TAG,), kept=_TAGS),
-        "llama": Family(
+        "hermes": CallParser(read=hermes, signs=(TAG,), marks=(TAG,), kept=_TAGS),
+        "llama": CallParser(
             read=llama,
             signs=(PYTHON, '"parameters":', "<function="),
             marks=(PYTHON,),
@@ -97,25 +97,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-REASONING: Mapping[str, Marks] = MappingProxyType(
+REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
     {  # a template belongs to the first of which it has a sign
-        "think": Marks(openings=("<think>",), closing="</think>", signs=("<think>", "</think>")),
-        "mistral": Marks(openings=("[THINK]",), closing="[/THINK]", signs=("[THINK]",)),
-        "seed_oss": Marks(
+        "think": ReasoningMarks(
+            openings=("<think>",), closing="</think>", signs=("<think>", "</think>")
+        ),
+        "mistral": ReasoningMarks(openings=("[THINK]",), closing="[/THINK]", signs=("[THINK]",)),
+        "seed_oss": ReasoningMarks(
             openings=("<seed:think>",), closing="</seed:think>", signs=("<seed:think>",)
         ),
-        "cohere": Marks(
+        "cohere": ReasoningMarks(
             openings=("<|START_THINKING|>",),
             closing="<|END_THINKING|>",
             signs=("<|START_THINKING|>",),
         ),
-        "kimi": Marks(openings=("◁think▷",), closing="◁/think▷", signs=("◁think▷",)),
-        "granite": Marks(
+        "kimi": ReasoningMarks(openings=("◁think▷",), closing="◁/think▷", signs=("◁think▷",)),
+        "granite": ReasoningMarks(
             openings=("Here is my thought process:", "Here's my thought process:"),
             closing="Here is my response:",
             signs=("Here is my thought process:",),
         ),
-        "deepseek_r1": Marks(openings=("<think>",), closing="</think>", signs=(), silent=True),
+        "deepseek_r1": ReasoningMarks(
+            openings=("<think>",), closing="</think>", signs=(), silent=True
+        ),
     }
 )
 # the names that vLLM and SGLang have for these
@@ -155,7 +159,7 @@ REASONING_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Families:
+class AnswerParsers:
     """The families of a model.
 
     Attributes:
@@ -164,9 +168,9 @@ class Families:
         marks: marks of its reasoning; None where that is not read, or `calls` reads it.
     """
 
-    calls: Family | None
+    calls: CallParser | None
     offers: bool
-    marks: Marks | None
+    marks: ReasoningMarks | None
 
     def reader(
         self,
@@ -188,7 +192,7 @@ class Families:
             reasons: whether the answer may begin with reasoning.
             parallel: whether several calls are handed on, or the first alone.
         """
-        source = Source()
+        source = AnswerSource()
         if forced:
             return Reader(source, untagged(source, tools), parallel=parallel)
         tools = tools if self.offers else {}
@@ -217,44 +221,46 @@ class Families:
         return of_calls if marks is None else (*of_calls, *marks.openings, marks.closing)
 
 
-def families_of(template: str, *, calls: str = AUTO, reasoning: str = AUTO) -> Families:
+def parsers_of(template: str, *, calls: str = AUTO, reasoning: str = AUTO) -> AnswerParsers:
     """The families of a chat template.
 
     Args:
         template: text of the template.
-        calls: a key of `FAMILIES` or `TOOL_NAMES`; `auto` finds it by the template, `none` reads no
-            calls.
-        reasoning: likewise, of `REASONING` or `REASONING_NAMES`, or `harmony`.
+        calls: a key of `CALL_PARSERS` or `TOOL_NAMES`; `auto` finds it by the template, `none`
+            reads no calls.
+        reasoning: likewise, of `REASONING_PARSERS` or `REASONING_NAMES`, or `harmony`.
 
     Raises:
         KeyError: there is no such family.
     """
     calls, reasoning = TOOL_NAMES.get(calls, calls), REASONING_NAMES.get(reasoning, reasoning)
-    names = (name for name, one in FAMILIES.items() if any(sign in template for sign in one.signs))
+    names = (
+        name for name, one in CALL_PARSERS.items() if any(sign in template for sign in one.signs)
+    )
     shown = next(names, "hermes")
-    family = None if calls == NONE else FAMILIES[shown if calls == AUTO else calls]
+    family = None if calls == NONE else CALL_PARSERS[shown if calls == AUTO else calls]
     if reasoning == "harmony" or (reasoning == AUTO and shown == "harmony"):
-        family = family or FAMILIES["harmony"]
+        family = family or CALL_PARSERS["harmony"]
     marks = None
     if reasoning == AUTO:
-        every = REASONING.values()
+        every = REASONING_PARSERS.values()
         marks = next((one for one in every if any(m in template for m in one.signs)), None)
     elif reasoning not in (NONE, "harmony"):
-        marks = REASONING[reasoning]
+        marks = REASONING_PARSERS[reasoning]
     if family is not None and family.reasons:
         marks = None
-    return Families(calls=family, offers=calls != NONE, marks=marks)
+    return AnswerParsers(calls=family, offers=calls != NONE, marks=marks)
 
 
 def check_names(*, calls: str, reasoning: str) -> None:
-    """Refuse names of no family; see `families_of`.
+    """Refuse names of no family; see `parsers_of`.
 
     Raises:
         UsageError: there is no such family; the message names the others.
     """
     for option, name, table, others in (
-        ("tool_parser", calls, FAMILIES, TOOL_NAMES),
-        ("reasoning_parser", reasoning, (*REASONING, "harmony"), REASONING_NAMES),
+        ("tool_parser", calls, CALL_PARSERS, TOOL_NAMES),
+        ("reasoning_parser", reasoning, (*REASONING_PARSERS, "harmony"), REASONING_NAMES),
     ):
         if name not in (AUTO, NONE, *table, *others):
             raise UsageError(
@@ -268,7 +274,7 @@ class Reader:
     White space around calls and around reasoning is no text.
     """
 
-    def __init__(self, source: Source, steps: Steps[None], *, parallel: bool = True) -> None:
+    def __init__(self, source: AnswerSource, steps: Steps[None], *, parallel: bool = True) -> None:
         """Begin to read; `parallel` is whether several calls are handed on."""
         self._source, self._steps, self._parallel = source, steps, parallel
         self._calls = 0
@@ -286,7 +292,7 @@ class Reader:
         self._source.ended, self._source.cut = True, cut
         found = self._run()
         if self._space and not (self._said or self._thought or self._calls):
-            found.append(Text(self._space))
+            found.append(TextDelta(self._space))
         return found
 
     def _run(self) -> list[Delta]:
@@ -294,18 +300,18 @@ class Reader:
         for delta in self._steps:
             if delta is None:
                 break
-            if isinstance(delta, Text):
-                delta = Text(self._text(delta.text))
-            elif isinstance(delta, Thought):
-                delta = Thought(self._reasoning(delta.text))
+            if isinstance(delta, TextDelta):
+                delta = TextDelta(self._text(delta.text))
+            elif isinstance(delta, ReasoningDelta):
+                delta = ReasoningDelta(self._reasoning(delta.text))
             else:
-                self._calls += isinstance(delta, Call)
+                self._calls += isinstance(delta, CallDelta)
                 if self._calls > 1 and not self._parallel:
                     continue
             last = found[-1] if found else None
-            if isinstance(delta, Call):
+            if isinstance(delta, CallDelta):
                 found.append(delta)
-            elif isinstance(last, type(delta)) and not isinstance(last, Call):
+            elif isinstance(last, type(delta)) and not isinstance(last, CallDelta):
                 found[-1] = type(delta)(last.text + delta.text)
             elif delta.text:
                 found.append(delta)

@@ -9,28 +9,28 @@
 <｜tool▁calls▁end｜>
 """
 
-from quantflow.server.parsers.deltas import Call, Text
+from quantflow.server.parsers.deltas import CallDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools, arguments
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 CALLS, CALL, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 CALL_END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
 
-def deepseek(source: Source, tools: Tools) -> Steps[None]:
+def deepseek(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of DeepSeek."""
-    while (mark := (yield from source.until(CALLS, CALL, CALLS_END, wrap=Text))) is not None:
+    while (mark := (yield from source.until(CALLS, CALL, CALLS_END, wrap=TextDelta))) is not None:
         source.record()
         source.take(len(mark))
         yield from source.space()
         if mark != CALL and not (yield from source.starts(CALL)):
             if mark == CALLS:
-                yield Text(source.recorded())
+                yield TextDelta(source.recorded())
             continue
         yield from source.accept(CALL)
         head, found = yield from source.collect(SEPARATOR, CALL_END)
         if found != SEPARATOR:
-            yield Text(source.recorded())
+            yield TextDelta(source.recorded())
             continue
         source.take(len(SEPARATOR))
         yield from source.space()
@@ -41,10 +41,10 @@ def deepseek(source: Source, tools: Tools) -> Steps[None]:
             yield from source.accept("```json")
             yield from source.space()
         if name.strip() not in tools:
-            yield Text(source.recorded())
+            yield TextDelta(source.recorded())
             continue
         source.recorded()
-        yield Call(name.strip())
+        yield CallDelta(name.strip())
         yield from arguments(source)
         yield from source.space()
         yield from source.accept("```")

@@ -4,31 +4,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDelta:
     """More of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasoningDelta:
     """More of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Call:
+class CallDelta:
     """The beginning of a call of a tool."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ArgumentsDelta:
     """More of the JSON of the last call's arguments."""
 
     text: str
 
 
-Delta = Text | Thought | Call | Arguments
+Delta = TextDelta | ReasoningDelta | CallDelta | ArgumentsDelta

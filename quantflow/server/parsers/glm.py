@@ -6,9 +6,9 @@
 </tool_call>
 """
 
-from quantflow.server.parsers.deltas import Call, Text
+from quantflow.server.parsers.deltas import CallDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 from quantflow.server.parsers.typed_arguments import TypedArguments
 
 TAG, TAG_END = "<tool_call>", "</tool_call>"
@@ -16,19 +16,19 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
-def glm(source: Source, tools: Tools) -> Steps[None]:
+def glm(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of GLM."""
-    while (yield from source.until(TAG, wrap=Text)) is not None:
+    while (yield from source.until(TAG, wrap=TextDelta)) is not None:
         source.record()
         source.take(len(TAG))
         yield from source.space()
         name, _ = yield from source.collect("\n", KEY, TAG_END)
         name = name.strip()
         if name not in tools:
-            yield Text(source.recorded())
+            yield TextDelta(source.recorded())
             continue
         source.recorded()
-        yield Call(name)
+        yield CallDelta(name)
         arguments = TypedArguments(tools[name])
         while True:
             yield from source.space()

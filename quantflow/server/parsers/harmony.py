@@ -10,9 +10,9 @@ text for the user.
 
 import re
 
-from quantflow.server.parsers.deltas import Arguments, Call, Text, Thought
+from quantflow.server.parsers.deltas import ArgumentsDelta, CallDelta, ReasoningDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -20,7 +20,7 @@ _ENDS = (END, CALL_END, RETURN, START, CHANNEL)
 _TO = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
-def harmony(source: Source, tools: Tools) -> Steps[None]:
+def harmony(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of gpt-oss, from behind `<|start|>assistant`."""
     first, said = True, False
     while (yield from source.character()):
@@ -30,8 +30,8 @@ def harmony(source: Source, tools: Tools) -> Steps[None]:
         for word in ("assistant", " to="):
             begun = begun or (yield from source.starts(word))
         if first and not begun:
-            yield Text(source.recorded())
-            yield from source.until(*_ENDS, wrap=Text)
+            yield TextDelta(source.recorded())
+            yield from source.until(*_ENDS, wrap=TextDelta)
             said = True
         else:
             said = yield from _message(source, tools, said=said)
@@ -42,7 +42,7 @@ def harmony(source: Source, tools: Tools) -> Steps[None]:
         yield from source.space()
 
 
-def _message(source: Source, tools: Tools, *, said: bool) -> Steps[bool]:
+def _message(source: AnswerSource, tools: Tools, *, said: bool) -> Steps[bool]:
     """Read a message from its head on.
 
     Returns:
@@ -50,21 +50,21 @@ def _message(source: Source, tools: Tools, *, said: bool) -> Steps[bool]:
     """
     head, mark = yield from source.collect(MESSAGE)
     if mark is None:
-        yield Text(source.recorded())
+        yield TextDelta(source.recorded())
         return True
     source.take(len(MESSAGE))
     to = _TO.search(head)
     if to is not None and to[1] in tools:
         source.recorded()
-        yield Call(to[1])
-        yield from source.until(*_ENDS, wrap=Arguments)
+        yield CallDelta(to[1])
+        yield from source.until(*_ENDS, wrap=ArgumentsDelta)
         return said
     unknown = "" if to is None else source.recorded()  # the call of a tool that nobody offered
     source.recorded()
     if to is None and "analysis" in head:
-        yield from source.until(*_ENDS, wrap=Thought)
-        yield Thought("\n")  # before the next one; at the end it is none
+        yield from source.until(*_ENDS, wrap=ReasoningDelta)
+        yield ReasoningDelta("\n")  # before the next one; at the end it is none
         return said
-    yield Text("\n" * said + unknown)
-    yield from source.until(*_ENDS, wrap=Text)
+    yield TextDelta("\n" * said + unknown)
+    yield from source.until(*_ENDS, wrap=TextDelta)
     return True

@@ -1,22 +1,22 @@
 """Calls as JSON objects: `{"name": ..., "arguments" or "parameters": {...}}`, alone or in a list.
 
 Arguments are handed on as they stand, so that they come as the model writes them. Functions here
-read after `Source.record`, whose text is yielded where it turns out to be no call.
+read after `AnswerSource.record`, whose text is yielded where it turns out to be no call.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from quantflow.server.parsers.deltas import Arguments, Call, Text
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.deltas import ArgumentsDelta, CallDelta, TextDelta
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id", "index")  # further keys of calls that models write
 
 
-def json_calls(source: Source, tools: Tools) -> Steps[bool]:
+def json_calls(source: AnswerSource, tools: Tools) -> Steps[bool]:
     """Read calls that follow each other, or a list of them, and yield them.
 
     What is no call, or the call of an unknown tool, is yielded as text.
@@ -40,13 +40,13 @@ def json_calls(source: Source, tools: Tools) -> Steps[bool]:
             yield from source.space()
     rest = source.recorded()
     if not called or rest.strip():
-        yield Text(rest)
+        yield TextDelta(rest)
     if called and listed:
         yield from source.accept("]")
     return called
 
 
-def json_call(source: Source, tools: Tools) -> Steps[bool | None]:
+def json_call(source: AnswerSource, tools: Tools) -> Steps[bool | None]:
     """Read one object and yield it as a call.
 
     The call is yielded as soon as its name is known and its arguments begin.
@@ -78,13 +78,13 @@ def json_call(source: Source, tools: Tools) -> Steps[bool | None]:
             if not isinstance(name, str):
                 return None
             if name not in tools:
-                yield Text(source.recorded())
-                yield from source.rest_of_object(wrap=Text)
+                yield TextDelta(source.recorded())
+                yield from source.rest_of_object(wrap=TextDelta)
                 return False
             if early is not None:
                 source.recorded()
-                yield Call(name)
-                yield Arguments(unpacked(early))
+                yield CallDelta(name)
+                yield ArgumentsDelta(unpacked(early))
                 called = True
         elif key not in _ARGUMENTS:
             return None
@@ -94,7 +94,7 @@ def json_call(source: Source, tools: Tools) -> Steps[bool | None]:
                 return None
         else:
             source.recorded()
-            yield Call(name)
+            yield CallDelta(name)
             called = True
             if not (yield from arguments(source)):
                 return True
@@ -103,21 +103,21 @@ def json_call(source: Source, tools: Tools) -> Steps[bool | None]:
     if name is None:
         return None
     source.recorded()
-    yield Call(name)
-    yield Arguments("{}")
+    yield CallDelta(name)
+    yield ArgumentsDelta("{}")
     return True
 
 
-def arguments(source: Source) -> Steps[bool]:
+def arguments(source: AnswerSource) -> Steps[bool]:
     """Yield the value of arguments; a text that holds JSON is unpacked.
 
     Returns:
         Whether it is whole.
     """
     if (yield from source.character()) in ("{", "["):
-        return (yield from source.json_value(wrap=Arguments))
+        return (yield from source.json_value(wrap=ArgumentsDelta))
     value = yield from source.json_text()
-    yield Arguments("{}" if value is None else unpacked(value))
+    yield ArgumentsDelta("{}" if value is None else unpacked(value))
     return value is not None
 
 

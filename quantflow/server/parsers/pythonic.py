@@ -11,16 +11,16 @@ import re
 import warnings
 from typing import Any
 
-from quantflow.server.parsers.deltas import Arguments, Call, Text
+from quantflow.server.parsers.deltas import ArgumentsDelta, CallDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools, json_calls
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 OPENINGS = ("<|python_start|>", "<|tool_call_start|>")
 CLOSINGS = ("<|python_end|>", "<|tool_call_end|>")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*\Z")
 
 
-def pythonic(source: Source, tools: Tools) -> Steps[None]:
+def pythonic(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer that is a list of calls, or holds one between marks."""
     source.record()
     yield from source.space()
@@ -28,7 +28,7 @@ def pythonic(source: Source, tools: Tools) -> Steps[None]:
         yield from json_calls(source, tools)
     else:
         yield from _list(source, tools)
-    while (tag := (yield from source.until(*OPENINGS, wrap=Text))) is not None:
+    while (tag := (yield from source.until(*OPENINGS, wrap=TextDelta))) is not None:
         source.record()
         source.take(len(tag))
         yield from source.space()
@@ -38,7 +38,7 @@ def pythonic(source: Source, tools: Tools) -> Steps[None]:
                 yield from source.accept(closing)
 
 
-def python_call(source: Source, tools: Tools) -> Steps[bool]:
+def python_call(source: AnswerSource, tools: Tools) -> Steps[bool]:
     """Read one call and yield it.
 
     Returns:
@@ -50,8 +50,8 @@ def python_call(source: Source, tools: Tools) -> Steps[bool]:
         return False
     source.take(1)
     source.recorded()
-    yield Call(name)
-    yield Arguments("{")
+    yield CallDelta(name)
+    yield ArgumentsDelta("{")
     names = iter(tools[name].get("properties", {}))
     between = ""
     while True:
@@ -69,10 +69,10 @@ def python_call(source: Source, tools: Tools) -> Steps[bool]:
         if not whole or not key:
             break
         written = json.dumps(read_literal(text), ensure_ascii=False)
-        yield Arguments(f"{between}{json.dumps(key.strip(), ensure_ascii=False)}: {written}")
+        yield ArgumentsDelta(f"{between}{json.dumps(key.strip(), ensure_ascii=False)}: {written}")
         between = ", "
     if (yield from source.accept(")")) or source.complete:
-        yield Arguments("}")
+        yield ArgumentsDelta("}")
     return True
 
 
@@ -94,7 +94,7 @@ def _python_literal(text: str) -> Any:
         return ast.literal_eval(text)
 
 
-def _list(source: Source, tools: Tools) -> Steps[bool]:
+def _list(source: AnswerSource, tools: Tools) -> Steps[bool]:
     """Read a list of calls; what is none is yielded as text."""
     called = False
     if (yield from source.accept("[")):
@@ -110,11 +110,11 @@ def _list(source: Source, tools: Tools) -> Steps[bool]:
         if called and (yield from source.accept("]")):
             source.recorded()
             return True
-    yield Text(source.recorded())
+    yield TextDelta(source.recorded())
     return called
 
 
-def _value(source: Source) -> Steps[tuple[str, bool]]:
+def _value(source: AnswerSource) -> Steps[tuple[str, bool]]:
     """The text of a value up to the comma or bracket behind it, and whether that came."""
     pieces: list[str] = []
     depth, quote, escaped = 0, "", False

@@ -11,9 +11,9 @@
 Models leave out the first tag, or the end of the last parameter; JSON as Hermes has it is read too.
 """
 
-from quantflow.server.parsers.deltas import Call, Text
+from quantflow.server.parsers.deltas import CallDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools, json_calls
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 from quantflow.server.parsers.typed_arguments import TypedArguments
 
 TAG, TAG_END = "<tool_call>", "</tool_call>"
@@ -23,9 +23,9 @@ _ENDS = (PARAMETER_END, PARAMETER, FUNCTION_END, TAG_END)
 _VALUE_ENDS = (*(f"\n{end}" for end in _ENDS), *_ENDS)
 
 
-def qwen_coder(source: Source, tools: Tools) -> Steps[None]:
+def qwen_coder(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of Qwen-Coder."""
-    while (mark := (yield from source.until(TAG, FUNCTION, wrap=Text))) is not None:
+    while (mark := (yield from source.until(TAG, FUNCTION, wrap=TextDelta))) is not None:
         source.record()
         if mark == TAG:
             source.take(len(TAG))
@@ -35,13 +35,13 @@ def qwen_coder(source: Source, tools: Tools) -> Steps[None]:
         else:
             called = yield from _function(source, tools)
         if not called:
-            yield Text(source.recorded())
+            yield TextDelta(source.recorded())
             continue
         yield from source.space()
         yield from source.accept(TAG_END)
 
 
-def _function(source: Source, tools: Tools) -> Steps[bool]:
+def _function(source: AnswerSource, tools: Tools) -> Steps[bool]:
     if not (yield from source.accept(FUNCTION)):
         return False
     name, end = yield from source.collect(">", "\n", "<")
@@ -50,7 +50,7 @@ def _function(source: Source, tools: Tools) -> Steps[bool]:
         return False
     source.take(1)
     source.recorded()
-    yield Call(name)
+    yield CallDelta(name)
     arguments = TypedArguments(tools[name])
     while True:
         yield from source.space()

@@ -6,12 +6,12 @@ without the second one: the call's mark ends the reasoning too.
 
 from dataclasses import dataclass
 
-from quantflow.server.parsers.deltas import Text, Thought
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.deltas import ReasoningDelta, TextDelta
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class ReasoningMarks:
     """The marks of a family's reasoning.
 
     Attributes:
@@ -40,7 +40,9 @@ class Marks:
         return end.endswith(self.openings) or (self.silent and not end.endswith(self.closing))
 
 
-def thoughts(source: Source, marks: Marks, *, begun: bool, calls: tuple[str, ...]) -> Steps[None]:
+def thoughts(
+    source: AnswerSource, marks: ReasoningMarks, *, begun: bool, calls: tuple[str, ...]
+) -> Steps[None]:
     """Read the reasoning that an answer begins with, and yield it.
 
     Args:
@@ -55,10 +57,10 @@ def thoughts(source: Source, marks: Marks, *, begun: bool, calls: tuple[str, ...
     for opening in marks.openings:
         opened = opened or (yield from source.accept(opening))
     if not opened and not begun:
-        yield Text(source.recorded())
+        yield TextDelta(source.recorded())
         return
     source.recorded()
-    mark = yield from source.until(marks.closing, *calls, wrap=Thought)
+    mark = yield from source.until(marks.closing, *calls, wrap=ReasoningDelta)
     if mark == marks.closing:
         source.take(len(mark))
         yield from source.space()

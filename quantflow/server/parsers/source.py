@@ -8,7 +8,7 @@ that comes character by character, since every step here waits until more text c
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from quantflow.server.parsers.deltas import Delta, Text
+from quantflow.server.parsers.deltas import Delta, TextDelta
 
 T = TypeVar("T")
 Steps = Generator[Delta | None, None, T]
@@ -18,7 +18,7 @@ _IN_JSON = frozenset('{}[],:"+-.0123456789eEtrufalsn \t\r\n')
 _AFTER_LITERAL = frozenset(",}] \t\r\n<")
 
 
-class Source:
+class AnswerSource:
     """The text that was not read yet.
 
     Attributes:
@@ -111,7 +111,7 @@ class Source:
 
     def rest(self) -> Steps[None]:
         """Yield all text."""
-        yield from self.until(wrap=Text)
+        yield from self.until(wrap=TextDelta)
 
     def _until(self, markers: tuple[str, ...]) -> Pieces[str | None]:
         while True:

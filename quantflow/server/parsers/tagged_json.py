@@ -1,4 +1,4 @@
-"""Families whose calls are JSON: behind a tag, or as the whole answer.
+"""AnswerParsers whose calls are JSON: behind a tag, or as the whole answer.
 
 - Hermes, Qwen 2.5 and 3, SmolLM, Granite 4: `<tool_call>{...}</tool_call>`.
 - Llama 3: `{"name": ..., "parameters": {...}}` alone, or behind `<|python_tag|>`; several with `;`
@@ -8,43 +8,43 @@
 The end of a tag may be missing, as where the text was cut.
 """
 
-from quantflow.server.parsers.deltas import Call, Text
+from quantflow.server.parsers.deltas import CallDelta, TextDelta
 from quantflow.server.parsers.json_calls import Tools, arguments, json_calls
 from quantflow.server.parsers.pythonic import python_call
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 TAG, PYTHON, BAR, FUNCTION = "<tool_call>", "<|python_tag|>", "<|tool_call|>", "<function="
 _ENDS = {TAG: "</tool_call>", BAR: "<|/tool_call|>"}
 
 
-def hermes(source: Source, tools: Tools) -> Steps[None]:
+def hermes(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer with `<tool_call>`, or one that is nothing but JSON."""
     yield from _answer(source, tools, (TAG,))
 
 
-def llama(source: Source, tools: Tools) -> Steps[None]:
+def llama(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of Llama 3."""
     yield from _answer(source, tools, (PYTHON, FUNCTION))
 
 
-def granite(source: Source, tools: Tools) -> Steps[None]:
+def granite(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of Granite."""
     yield from _answer(source, tools, (BAR, TAG))
 
 
-def untagged(source: Source, tools: Tools) -> Steps[None]:
+def untagged(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read the JSON of a call that a grammar forced."""
     yield from _answer(source, tools, ())
 
 
-def _answer(source: Source, tools: Tools, tags: tuple[str, ...]) -> Steps[None]:
+def _answer(source: AnswerSource, tools: Tools, tags: tuple[str, ...]) -> Steps[None]:
     source.record()
     yield from source.space()
     if (yield from source.character()) in ("{", "["):
         yield from json_calls(source, tools)
     else:
-        yield Text(source.recorded())
-    while (tag := (yield from source.until(*tags, wrap=Text))) is not None:
+        yield TextDelta(source.recorded())
+    while (tag := (yield from source.until(*tags, wrap=TextDelta))) is not None:
         source.record()
         source.take(len(tag))
         if tag == FUNCTION:
@@ -59,22 +59,22 @@ def _answer(source: Source, tools: Tools, tags: tuple[str, ...]) -> Steps[None]:
         else:
             called = False
         if not called:
-            yield Text(source.recorded())
+            yield TextDelta(source.recorded())
         elif tag in _ENDS:
             yield from source.space()
             yield from source.accept(_ENDS[tag])
 
 
-def _function(source: Source, tools: Tools) -> Steps[None]:
+def _function(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read `NAME>{...}</function>`."""
     name, end = yield from source.collect(">", "\n")
     if end != ">" or name not in tools:
-        yield Text(source.recorded())
+        yield TextDelta(source.recorded())
         return
     source.take(1)
     yield from source.space()
     source.recorded()
-    yield Call(name)
+    yield CallDelta(name)
     yield from arguments(source)
     yield from source.space()
     yield from source.accept("</function>")

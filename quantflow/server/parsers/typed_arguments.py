@@ -1,15 +1,15 @@
 """Arguments that come as names and bare texts: each becomes what the tool's schema says.
 
-Families that write arguments between tags say nothing of types: `5` may be a number or a text.
+AnswerParsers that write arguments between tags say nothing of types: `5` may be a number or a text.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from quantflow.server.parsers.deltas import Arguments
+from quantflow.server.parsers.deltas import ArgumentsDelta
 from quantflow.server.parsers.pythonic import read_literal
-from quantflow.server.parsers.source import Source, Steps
+from quantflow.server.parsers.source import AnswerSource, Steps
 
 _KINDS: Mapping[type, str] = {
     str: "string",
@@ -30,17 +30,17 @@ class TypedArguments:
         self._schema = schema
         self._count = 0
 
-    def begin(self, name: str) -> Arguments:
+    def begin(self, name: str) -> ArgumentsDelta:
         """The beginning of an argument: its name."""
         before = ", " if self._count else "{"
         self._count += 1
-        return Arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+        return ArgumentsDelta(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
 
-    def end(self) -> Arguments:
+    def end(self) -> ArgumentsDelta:
         """The end of the object."""
-        return Arguments("}" if self._count else "{}")
+        return ArgumentsDelta("}" if self._count else "{}")
 
-    def value(self, source: Source, name: str, *ends: str) -> Steps[str | None]:
+    def value(self, source: AnswerSource, name: str, *ends: str) -> Steps[str | None]:
         """Read a value up to one of some ends, which is not read; a text is handed on as it comes.
 
         Returns:
@@ -48,14 +48,14 @@ class TypedArguments:
         """
         kinds = kinds_of(self._schema.get("properties", {}).get(name), self._schema)
         if kinds == {"string"}:
-            yield Arguments('"')
+            yield ArgumentsDelta('"')
             end = yield from source.until(*ends, wrap=_in_string)
             if end is not None:
-                yield Arguments('"')
+                yield ArgumentsDelta('"')
             return end
         text, end = yield from source.collect(*ends)
         if end is not None:
-            yield Arguments(json.dumps(typed(text, kinds), ensure_ascii=False))
+            yield ArgumentsDelta(json.dumps(typed(text, kinds), ensure_ascii=False))
         return end
 
 
@@ -97,5 +97,5 @@ def typed(text: str, kinds: set[str]) -> Any:
     return text if "string" in kinds or isinstance(value, str) else value
 
 
-def _in_string(piece: str) -> Arguments:
-    return Arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+def _in_string(piece: str) -> ArgumentsDelta:
+    return ArgumentsDelta(json.dumps(piece, ensure_ascii=False)[1:-1])

@@ -11,7 +11,7 @@ import pytest
 from quantflow.models import chat_form
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.prompt_files import encode
-from quantflow.server.parsers import FAMILIES
+from quantflow.server.parsers import CALL_PARSERS
 from quantflow.server.text import AnswerText, Vocabulary
 
 # after Qwen 3's template: roles by name, tools, reasoning of earlier answers, thinking on request
@@ -35,8 +35,8 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}
 {% endfor %}{{ tools | tojson if tools }}"""
 # one that knows two more roles
-DEVELOPER = """{% for m in messages %}{{ m.role if m.role in ['developer', 'critic'] else 'other' }}\
-: {{ m.content }}
+DEVELOPER = """{% for m in messages %}\
+{{ m.role if m.role in ['developer', 'critic'] else 'other' }}: {{ m.content }}
 {% endfor %}"""
 WEATHER = {
     "type": "function",
@@ -377,7 +377,7 @@ def test_special_tokens_that_reading_needs_have_their_text(artifact):
     vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.encode("def é[TOOL_CALLS]clock[ARGS]{}<|other|> end", add_special_tokens=False)
     texts = []
-    for kept in (FAMILIES["mistral"].kept, FAMILIES["hermes"].kept):
+    for kept in (CALL_PARSERS["mistral"].kept, CALL_PARSERS["hermes"].kept):
         hidden = vocabulary.hidden_but(kept)
         text = AnswerText(tokenizer, ids[:1], stops=(), keeps_stop=False, hidden=hidden)
         for token in ids[1:]:

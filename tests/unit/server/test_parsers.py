@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantflow.errors import UsageError
 from quantflow.server import parsers
-from quantflow.server.parsers.deltas import Arguments, Call, Text, Thought
+from quantflow.server.parsers.deltas import ArgumentsDelta, CallDelta, ReasoningDelta, TextDelta
 
 TOOLS = {
     "weather": {
@@ -33,11 +33,13 @@ TOOLS = {
         "$defs": {"Lines": {"type": "array", "items": {"type": "integer"}}},
     },
 }
-ROME = [Call("weather"), Arguments('{"city": "Rome"}')]
-CLOCK = [Call("clock"), Arguments("{}")]
+ROME = [CallDelta("weather"), ArgumentsDelta('{"city": "Rome"}')]
+CLOCK = [CallDelta("clock"), ArgumentsDelta("{}")]
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+FOUR = [TextDelta("Four.")]
+HM_FOUR = [ReasoningDelta("Hm."), *FOUR]
 HARMONY = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
 
 # family, text of the model, what it holds
@@ -45,7 +47,7 @@ CASES = {
     "hermes": (
         "hermes",
         'Sure: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
-        [Text("Sure: "), *ROME],
+        [TextDelta("Sure: "), *ROME],
     ),
     "hermes, two calls": (
         "hermes",
@@ -64,14 +66,14 @@ CASES = {
         '{"a": 1}}</tool_call><tool_call>{"name": "clock"}</tool_call>',
         [
             *CLOCK,
-            Text('<tool_call>{"name": "sun", "arguments": {"a": 1}}</tool_call>'),
+            TextDelta('<tool_call>{"name": "sun", "arguments": {"a": 1}}</tool_call>'),
             *CLOCK,
         ],
     ),
     "hermes, arguments before the name, marks in a string": (
         "hermes",
         '<tool_call>{"arguments": {"city": "</tool_call>}\\""}, "name": "weather"}</tool_call>',
-        [Call("weather"), Arguments('{"city": "</tool_call>}\\""}')],
+        [CallDelta("weather"), ArgumentsDelta('{"city": "</tool_call>}\\""}')],
     ),
     "hermes, arguments as text": (
         "hermes",
@@ -86,17 +88,17 @@ CASES = {
     "hermes, no JSON": (
         "hermes",
         "<tool_call>clock</tool_call> and a < b <tool",
-        [Text("<tool_call>clock</tool_call> and a < b <tool")],
+        [TextDelta("<tool_call>clock</tool_call> and a < b <tool")],
     ),
     "an answer that is JSON, and no call": (
         "hermes",
         '{"city": "Rome", "name": "weather"}',
-        [Text('{"city": "Rome", "name": "weather"}')],
+        [TextDelta('{"city": "Rome", "name": "weather"}')],
     ),
     "JSON of another name": (
         "hermes",
         '{"name": "Ann", "arguments": [1, {"b": "}"}], "age": 3} she said',
-        [Text('{"name": "Ann", "arguments": [1, {"b": "}"}], "age": 3} she said')],
+        [TextDelta('{"name": "Ann", "arguments": [1, {"b": "}"}], "age": 3} she said')],
     ),
     "llama": ("llama", '{"name": "weather", "parameters": {"city": "Rome"}}', ROME),
     # vllm-project/vllm#8343, ggml-org/llama.cpp#22581: the tag as text
@@ -111,27 +113,27 @@ CASES = {
     "llama, code": (
         "llama",
         "<|python_tag|>print(1)",
-        [Text("<|python_tag|>print(1)")],
+        [TextDelta("<|python_tag|>print(1)")],
     ),
     "pythonic": (
         "pythonic",
         '[weather(city="Rome, (it", days=-2), clock()]',
-        [Call("weather"), Arguments('{"city": "Rome, (it", "days": -2}'), *CLOCK],
+        [CallDelta("weather"), ArgumentsDelta('{"city": "Rome, (it", "days": -2}'), *CLOCK],
     ),
     "pythonic, between marks": (
         "pythonic",
         "<|python_start|>[weather(city='Ro\\'me', days=true)]<|python_end|>",
-        [Call("weather"), Arguments('{"city": "Ro\'me", "days": true}')],
+        [CallDelta("weather"), ArgumentsDelta('{"city": "Ro\'me", "days": true}')],
     ),
     "pythonic, without names": (
         "pythonic",
         '[weather("Rome", 2)]',
-        [Call("weather"), Arguments('{"city": "Rome", "days": 2}')],
+        [CallDelta("weather"), ArgumentsDelta('{"city": "Rome", "days": 2}')],
     ),
     "pythonic, nested": (
         "pythonic",
         "[files.write(any={'a': [None, (1, 2)]}, text=\"x=1\")]",
-        [Call("files.write"), Arguments('{"any": {"a": [null, [1, 2]]}, "text": "x=1"}')],
+        [CallDelta("files.write"), ArgumentsDelta('{"any": {"a": [null, [1, 2]]}, "text": "x=1"}')],
     ),
     # vllm-project/vllm#46863: Llama 4 writes JSON too
     "pythonic, JSON": (
@@ -139,7 +141,7 @@ CASES = {
         '{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}',
         ROME,
     ),
-    "pythonic, a list": ("pythonic", "[1] is a [source]", [Text("[1] is a [source]")]),
+    "pythonic, a list": ("pythonic", "[1] is a [source]", [TextDelta("[1] is a [source]")]),
     "mistral": (
         "mistral",
         '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "clock", '
@@ -149,13 +151,13 @@ CASES = {
     "mistral, from v11 on": (
         "mistral",
         'Hm.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]clock[CALL_ID]8xYz12AbC[ARGS]{}',
-        [Text("Hm."), *ROME, *CLOCK],
+        [TextDelta("Hm."), *ROME, *CLOCK],
     ),
     "mistral, no mark before arguments": ("mistral", "[TOOL_CALLS]clock{}", CLOCK),
     "mistral, unknown": (
         "mistral",
         "[TOOL_CALLS]sun[ARGS]{}[TOOL_CALLS]clock[ARGS]{}",
-        [Text("[TOOL_CALLS]sun[ARGS]{}"), *CLOCK],
+        [TextDelta("[TOOL_CALLS]sun[ARGS]{}"), *CLOCK],
     ),
     "deepseek v3": (
         "deepseek",
@@ -166,20 +168,24 @@ CASES = {
         "deepseek",
         "Ok."
         + DEEPSEEK.format(V31.format("weather", '{"city": "Rome"}') + V31.format("clock", "{}")),
-        [Text("Ok."), *ROME, *CLOCK],
+        [TextDelta("Ok."), *ROME, *CLOCK],
     ),
     "qwen coder": (
         "qwen_coder",
         'Well.\n<tool_call>\n<function=weather>\n<parameter=city>\nRo\n"me\n</parameter>\n'
         "<parameter=days>\n5\n</parameter>\n</function>\n</tool_call>",
-        [Text("Well.\n"), Call("weather"), Arguments('{"city": "Ro\\n\\"me", "days": 5}')],
+        [
+            TextDelta("Well.\n"),
+            CallDelta("weather"),
+            ArgumentsDelta('{"city": "Ro\\n\\"me", "days": 5}'),
+        ],
     ),
     # vllm-project/vllm#57699: the last parameter is not closed
     "qwen coder, parameter not closed": (
         "qwen_coder",
         '<tool_call>\n<function=files.write>\n<parameter=any>\n{"mode": "AIR"}\n</function>\n'
         "</tool_call>",
-        [Call("files.write"), Arguments('{"any": {"mode": "AIR"}}')],
+        [CallDelta("files.write"), ArgumentsDelta('{"any": {"mode": "AIR"}}')],
     ),
     # vllm-project/vllm#22975, waybarrios/vllm-mlx#55: two calls, the first tag left out
     "qwen coder, without the tag": (
@@ -194,8 +200,8 @@ CASES = {
         "</parameter><parameter=mode>a</parameter><parameter=lines>[1, 2]</parameter>"
         "<parameter=ratio>1</parameter><parameter=any>True</parameter></function></tool_call>",
         [
-            Call("files.write"),
-            Arguments(
+            CallDelta("files.write"),
+            ArgumentsDelta(
                 '{"path": null, "text": "5", "mode": "a", "lines": [1, 2], "ratio": 1, "any": true}'
             ),
         ],
@@ -206,7 +212,7 @@ CASES = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>5</arg_value>\n</tool_call>\n<tool_call>clock"
         "</tool_call>",
-        [Call("weather"), Arguments('{"city": "Rome", "days": 5}'), *CLOCK],
+        [CallDelta("weather"), ArgumentsDelta('{"city": "Rome", "days": 5}'), *CLOCK],
     ),
     "glm, on one line": (
         "glm",
@@ -227,7 +233,7 @@ CASES = {
         "harmony",
         f"{HARMONY}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
         '{"city": "Rome"}',
-        [Thought("Look it up."), *ROME],
+        [ReasoningDelta("Look it up."), *ROME],
     ),
     "harmony, the tool before the channel": (
         "harmony",
@@ -238,27 +244,27 @@ CASES = {
     "harmony, analysis": (
         "harmony",
         f"{HARMONY}<|channel|>analysis to=functions.clock code<|message|>{{}}<|call|>",
-        [Thought("Look it up."), *CLOCK],
+        [ReasoningDelta("Look it up."), *CLOCK],
     ),
     "harmony, preamble and end": (
         "harmony",
         f"{HARMONY}<|channel|>commentary<|message|>I look.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Sunny.",
-        [Thought("Look it up."), Text("I look.\nSunny.")],
+        [ReasoningDelta("Look it up."), TextDelta("I look.\nSunny.")],
     ),
-    "harmony, without channels": ("harmony", "Sunny.", [Text("Sunny.")]),
+    "harmony, without channels": ("harmony", "Sunny.", [TextDelta("Sunny.")]),
 }
 
 
 def read(pieces, *, calls="auto", reasoning="none", cut=False, tools=TOOLS, **options):
     """What a reader finds in a text that comes in pieces; neighbours are joined."""
-    reader = parsers.families_of("", calls=calls, reasoning=reasoning).reader(tools, **options)
+    reader = parsers.parsers_of("", calls=calls, reasoning=reasoning).reader(tools, **options)
     found = [delta for piece in pieces for delta in reader.feed(piece)]
     found += reader.end(cut=cut)
     whole = []
     for delta in found:
-        assert isinstance(delta, Call) or delta.text, "a delta of nothing"
-        if whole and type(whole[-1]) is type(delta) and not isinstance(delta, Call):
+        assert isinstance(delta, CallDelta) or delta.text, "a delta of nothing"
+        if whole and type(whole[-1]) is type(delta) and not isinstance(delta, CallDelta):
             whole[-1] = type(delta)(whole[-1].text + delta.text)
         else:
             whole.append(delta)
@@ -270,7 +276,7 @@ def test_a_family_reads_what_its_models_write(name):
     calls, text, expected = CASES[name]
     assert read([text], calls=calls) == expected
     for one in expected:
-        if isinstance(one, Arguments):
+        if isinstance(one, ArgumentsDelta):
             assert isinstance(json.loads(one.text), dict)
 
 
@@ -295,7 +301,7 @@ def test_a_text_in_pieces_holds_what_the_whole_one_does(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([*parsers.FAMILIES]),
+    st.sampled_from([*parsers.CALL_PARSERS]),
     st.lists(
         st.sampled_from(
             [
@@ -319,13 +325,13 @@ def test_any_text_of_marks_reads_the_same_in_pieces(family, words, size):
 
 def test_arguments_come_as_they_are_written():
     """vllm-project/vllm#43267, #30439 and #32536: the client saw nothing until the call's end."""
-    reader = parsers.families_of("").reader(TOOLS)
+    reader = parsers.parsers_of("").reader(TOOLS)
     assert reader.feed('<tool_call>{"name": "weather", ') == []
-    assert reader.feed('"arguments": {"ci') == [Call("weather"), Arguments('{"ci')]
-    assert reader.feed('ty": "Ro') == [Arguments('ty": "Ro')]
-    reader = parsers.families_of("", calls="qwen_coder").reader(TOOLS)
-    assert reader.feed("<function=weather><parameter=city>Ro")[-1] == Arguments('{"city": "Ro')
-    assert reader.feed('"m') == [Arguments('\\"m')]
+    assert reader.feed('"arguments": {"ci') == [CallDelta("weather"), ArgumentsDelta('{"ci')]
+    assert reader.feed('ty": "Ro') == [ArgumentsDelta('ty": "Ro')]
+    reader = parsers.parsers_of("", calls="qwen_coder").reader(TOOLS)
+    assert reader.feed("<function=weather><parameter=city>Ro")[-1] == ArgumentsDelta('{"city": "Ro')
+    assert reader.feed('"m') == [ArgumentsDelta('\\"m')]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +345,7 @@ def test_arguments_come_as_they_are_written():
     ],
 )
 def test_a_call_that_is_cut_off_has_the_arguments_so_far(calls, text, expected):
-    assert read([text], calls=calls, cut=True) == [Call("weather"), Arguments(expected)]
+    assert read([text], calls=calls, cut=True) == [CallDelta("weather"), ArgumentsDelta(expected)]
 
 
 @pytest.mark.parametrize(
@@ -359,27 +365,27 @@ def test_a_call_that_its_writer_forgot_to_close_is_closed(calls, text):
 @pytest.mark.parametrize(
     ("reasoning", "prompt", "text", "expected"),
     [
-        ("think", "", "<think>\nHm.\n\n</think>\n\nFour.", [Thought("Hm."), Text("Four.")]),
-        ("think", "user: 2+2\n<think>\n", "Hm.\n</think>Four.", [Thought("Hm."), Text("Four.")]),
-        ("think", "<think>\n\n</think>\n\n", "Four.", [Text("Four.")]),
-        ("think", "what is <think>?\nassistant:", "A tag.", [Text("A tag.")]),
-        ("think", "", "Say <think> twice.", [Text("Say <think> twice.")]),
-        ("think", "", "<think>\n\n</think>\n\nFour.", [Text("Four.")]),
-        ("think", "", "<think>never ends", [Thought("never ends")]),
-        ("deepseek_r1", "", "Hm.\n</think>\n\nFour.", [Thought("Hm."), Text("Four.")]),
-        ("deepseek_r1", "<think></think>", "Four.", [Text("Four.")]),
-        ("mistral", "", "[THINK]Hm.[/THINK]Four.", [Thought("Hm."), Text("Four.")]),
-        ("seed_oss", "", "<seed:think>Hm.</seed:think>Four.", [Thought("Hm."), Text("Four.")]),
-        ("kimi", "", "◁think▷Hm.◁/think▷Four.", [Thought("Hm."), Text("Four.")]),
+        ("think", "", "<think>\nHm.\n\n</think>\n\nFour.", HM_FOUR),
+        ("think", "user: 2+2\n<think>\n", "Hm.\n</think>Four.", HM_FOUR),
+        ("think", "<think>\n\n</think>\n\n", "Four.", FOUR),
+        ("think", "what is <think>?\nassistant:", "A tag.", [TextDelta("A tag.")]),
+        ("think", "", "Say <think> twice.", [TextDelta("Say <think> twice.")]),
+        ("think", "", "<think>\n\n</think>\n\nFour.", FOUR),
+        ("think", "", "<think>never ends", [ReasoningDelta("never ends")]),
+        ("deepseek_r1", "", "Hm.\n</think>\n\nFour.", HM_FOUR),
+        ("deepseek_r1", "<think></think>", "Four.", FOUR),
+        ("mistral", "", "[THINK]Hm.[/THINK]Four.", HM_FOUR),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Four.", HM_FOUR),
+        ("kimi", "", "◁think▷Hm.◁/think▷Four.", HM_FOUR),
         (
             "granite",
             "",
             "Here's my thought process: Hm. Here is my response: Four.",
-            [Thought("Hm."), Text("Four.")],
+            HM_FOUR,
         ),
-        ("none", "", "<think>Hm.</think>Four.", [Text("<think>Hm.</think>Four.")]),
+        ("none", "", "<think>Hm.</think>Four.", [TextDelta("<think>Hm.</think>Four.")]),
     ],
-)  # fmt: skip
+)
 def test_reasoning_is_no_part_of_the_answer(reasoning, prompt, text, expected):
     for pieces in ([text], list(text)):
         assert read(pieces, reasoning=reasoning, prompt=prompt, tools={}) == expected
@@ -390,25 +396,25 @@ def test_a_call_ends_the_reasoning_that_the_model_forgot_to_end():
     text = "<think>I ask.\n<tool_call><function=clock></function></tool_call>"
     for pieces in ([text], list(text)):
         found = read(pieces, calls="qwen_coder", reasoning="think")
-        assert found == [Thought("I ask."), *CLOCK]
+        assert found == [ReasoningDelta("I ask."), *CLOCK]
     assert read([text], reasoning="think", tools={}) == [
-        Thought("I ask.\n<tool_call><function=clock></function></tool_call>")
+        ReasoningDelta("I ask.\n<tool_call><function=clock></function></tool_call>")
     ]
 
 
 def test_an_answer_goes_on_where_its_prompt_ended():
     options = {"reasoning": "think", "tools": {}}
     assert read(["b</think>c"], prompt="<think>a", prefix="<think>a", **options) == [
-        Thought("b"),
-        Text("c"),
+        ReasoningDelta("b"),
+        TextDelta("c"),
     ]
     assert read(["d"], prompt="<think>a</think>c", prefix="<think>a</think>c", **options) == [
-        Text("d")
+        TextDelta("d")
     ]
     prompt = "<|start|>assistant<|channel|>final<|message|>Sun"
-    assert read(["ny."], calls="harmony", prompt=prompt) == [Text("ny.")]
+    assert read(["ny."], calls="harmony", prompt=prompt) == [TextDelta("ny.")]
     assert read(["Hm."], calls="harmony", prompt="<|start|>assistant<|channel|>analysis<|message|>"
-                ) == [Thought("Hm.")]  # fmt: skip
+                ) == [ReasoningDelta("Hm.")]  # fmt: skip
 
 
 def test_of_several_calls_the_first_alone_is_handed_on():
@@ -420,12 +426,14 @@ def test_of_several_calls_the_first_alone_is_handed_on():
 def test_without_tools_marks_of_calls_are_text():
     text = '<tool_call>{"name": "clock"}</tool_call>'
     for calls in ("hermes", "qwen_coder", "none"):
-        assert read([text], calls=calls, tools={} if calls != "none" else TOOLS) == [Text(text)]
+        assert read([text], calls=calls, tools={} if calls != "none" else TOOLS) == [
+            TextDelta(text)
+        ]
 
 
 def test_white_space_alone_is_a_text_where_nothing_else_is():
-    assert read([" \n"]) == [Text(" \n")] and read([]) == []
-    assert read([" ", " a "]) == [Text("  a ")]
+    assert read([" \n"]) == [TextDelta(" \n")] and read([]) == []
+    assert read([" ", " a "]) == [TextDelta("  a ")]
 
 
 TEMPLATES = {  # a line that each family's templates have
@@ -443,28 +451,28 @@ TEMPLATES = {  # a line that each family's templates have
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_its_family(name):
-    families = parsers.families_of(TEMPLATES[name])
-    assert families.calls is parsers.FAMILIES[name] and families.offers
+    families = parsers.parsers_of(TEMPLATES[name])
+    assert families.calls is parsers.CALL_PARSERS[name] and families.offers
     marks = {"mistral": "mistral", "granite": "granite"} | dict.fromkeys(
         ("deepseek", "glm", "hermes"), "think"
     )
-    assert families.marks is (parsers.REASONING[marks[name]] if name in marks else None)
+    assert families.marks is (parsers.REASONING_PARSERS[marks[name]] if name in marks else None)
 
 
 def test_a_template_that_shows_none_has_hermes_calls_and_no_reasoning():
-    families = parsers.families_of("{{ messages[0].content }}")
-    assert families.calls is parsers.FAMILIES["hermes"] and families.marks is None
-    none = parsers.families_of(TEMPLATES["harmony"], calls="none", reasoning="none")
+    families = parsers.parsers_of("{{ messages[0].content }}")
+    assert families.calls is parsers.CALL_PARSERS["hermes"] and families.marks is None
+    none = parsers.parsers_of(TEMPLATES["harmony"], calls="none", reasoning="none")
     assert none.calls is None and none.kept(tools=True) == ()
-    thinks = parsers.families_of(TEMPLATES["harmony"], calls="none")
+    thinks = parsers.parsers_of(TEMPLATES["harmony"], calls="none")
     text = f"{HARMONY}<|channel|>final<|message|>Four."
     reader = thinks.reader(TOOLS)
-    assert reader.feed(text) + reader.end() == [Thought("Look it up."), Text("Four.")]
+    assert reader.feed(text) + reader.end() == [ReasoningDelta("Look it up."), TextDelta("Four.")]
 
 
 def test_names_of_other_servers_mean_the_same():
     for name, family in parsers.TOOL_NAMES.items():
-        assert parsers.families_of("", calls=name).calls is parsers.FAMILIES[family]
+        assert parsers.parsers_of("", calls=name).calls is parsers.CALL_PARSERS[family]
     for name in parsers.REASONING_NAMES:
         parsers.check_names(calls="auto", reasoning=name)
     with pytest.raises(UsageError, match="tool_parser=hermse"):
