@@ -48,6 +48,7 @@ $(READY): pyproject.toml constraints.txt
 	@begin=$$(date +%s); \
 	python3 -m venv $(VENV) && \
 	$(BIN)/pip install -q -c constraints.txt torch && \
+	$(BIN)/pip uninstall -qq -y quantflow && \
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - begin )) s"
 

@@ -38,6 +38,8 @@ from _alone import alone
 from _report import Bar, bars, gb, machine
 from _watch import Failed, need_tools, run
 
+from quantflow import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, QUICK = 16000, 1000
 
@@ -55,7 +57,8 @@ def _run(given: argparse.Namespace) -> int:
     work.mkdir(parents=True, exist_ok=True)
     tokens = QUICK if given.quick else TOKENS
     about = {"machine": machine(work), "tokens": tokens, "calibration": [SAMPLES, LENGTH]}
-    about["versions"] = {name: version(name) for name in ("quantflow", "torch", "transformers")}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    about["versions"] = {"quantflow": __version__, **versions}
     found = results.read(given.results, tokens=tokens)
     try:
         need_tools()
@@ -163,7 +166,7 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
         cpu=sum(step.cpu for step in steps),
         rss=max(step.rss for step in steps),
         quantizing=report.get("seconds"),
-        version=report.get("version", version("quantflow")),
+        version=report.get("version", __version__),
         settings=report.get("settings", {}),
         idle=idle,
     )

@@ -29,6 +29,8 @@ from _report import Bar, gb, machine, write_results
 from _synthetic import SHAPES, Shape, is_made, make_calibration, make_checkpoint
 from _watch import Failed, need_tools
 
+from quantflow import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("files", "gptq", "peers")
 # the default size, and what is taken with less than so much free disk
@@ -132,7 +134,8 @@ def _part(
             "seed": SEED,
             "limits": commands.limits,
         }
-        about["versions"] = {name: version(name) for name in ("quantflow", "torch", "transformers")}
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        about["versions"] = {"quantflow": __version__, **versions}
         write_results(given.results, about, part, figures, judged)
     return judged
 

@@ -19,6 +19,9 @@ it.
 import difflib
 from collections.abc import Sequence
 
+# the name under which pip knows this package: `quantflow` is another project there
+DISTRIBUTION = "quantflow-llm"
+
 
 class QuantflowError(Exception):
     """Base of every error this package raises on purpose."""
@@ -97,6 +100,11 @@ def nearest(word: str, valid: Sequence[str]) -> str:
         if close
         else f"valid: {', '.join(valid)}"
     )
+
+
+def extra(name: str) -> str:
+    """The remedy for a package of an extra that is not installed: the command that brings it."""
+    return f"pip install '{DISTRIBUTION}[{name}]'"
 
 
 def first_line(error: BaseException) -> str:

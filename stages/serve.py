@@ -5,7 +5,7 @@ Reads    the artifact, more of them with --model, a chat template, a key file; t
 Writes   nothing
 Resumes  nothing
 Fails    2 limits that contradict each other or the model, 3 no tokenizer or a file that cannot be
-         read, 5 the port is taken, 6 the packages of quantflow[serve] are missing, 7 the artifact
+         read, 5 the port is taken, 6 the packages of the extra serve are missing, 7 the artifact
          is damaged or signed by another, 1 the engine died
 """
 

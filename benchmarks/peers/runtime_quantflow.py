@@ -1,13 +1,13 @@
 """quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, exact, kv_cache, threads."""
 
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from _serve import Program, Timed, clocked, serve
 
+from quantflow import __version__
 from quantflow.benching import kernel_speed
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.runtime import load as runtime
@@ -45,7 +45,7 @@ def load(settings: dict[str, Any]) -> Program:
                 new,
             )
 
-    return Program(version=version("quantflow"), weight_bytes=weights, run=run, read=read)
+    return Program(version=__version__, weight_bytes=weights, run=run, read=read)
 
 
 def read(size: int) -> float:

@@ -25,6 +25,7 @@ from quantflow.errors import (
     QuantflowError,
     UnsupportedError,
     UsageError,
+    extra,
 )
 from quantflow.files import disk
 from quantflow.files.canonical import read_json, readable_json
@@ -259,7 +260,5 @@ def _library() -> Any:
     try:
         import model_signing
     except ImportError as error:
-        raise UnsupportedError(
-            f"signatures need model-signing ({error})", "pip install 'quantflow[sign]'"
-        ) from error
+        raise UnsupportedError(f"signatures need model-signing ({error})", extra("sign")) from error
     return model_signing

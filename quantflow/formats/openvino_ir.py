@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme
-from quantflow.errors import IntegrityError, UnsupportedError
+from quantflow.errors import IntegrityError, UnsupportedError, extra
 from quantflow.formats.weight_layout import stored_scales, why_not_integers
 
 NAME = "openvino"
@@ -70,8 +70,7 @@ def require_packages() -> None:
     for name in PACKAGES:
         if find_spec(name) is None:
             raise UnsupportedError(
-                f"format {NAME}: the package {name} is not installed",
-                "pip install 'quantflow[openvino]'",
+                f"format {NAME}: the package {name} is not installed", extra("openvino")
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from quantflow.errors import InputError, UnsupportedError, first_line
+from quantflow.errors import InputError, UnsupportedError, extra, first_line
 from quantflow.files.checkpoint import CONFIG
 from quantflow.files.folder import LIMITS, reading
 from quantflow.models.panics import panics_refused
@@ -65,10 +65,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 f"put a {TOKENIZER} into the folder, such as one that transformers saved",
             ) from error
         if (missing := _missing_package(folder)) is not None:
-            file, (package, extra) = missing
+            file, (package, needed) = missing
             raise UnsupportedError(
                 f"{folder / file}: read by {package}, which is not installed",
-                f"pip install 'quantflow[{extra}]', or {package} alone",
+                f"{extra(needed)}, or {package} alone",
             ) from error
         raise InputError(
             f"{folder}: no usable tokenizer ({first_line(error)})",

@@ -23,7 +23,7 @@ compute, and uvloop's needs them less.
 from dataclasses import replace
 from pathlib import Path
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import UnsupportedError, extra
 from quantflow.progress import SILENT, Progress
 from quantflow.server import vllm
 from quantflow.server.settings import ServeJob
@@ -73,7 +73,5 @@ def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
     try:
         from quantflow.server.process import run
     except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"serve: {error.name} is not installed", "install quantflow[serve]"
-        ) from error
+        raise UnsupportedError(f"serve: {error.name} is not installed", extra("serve")) from error
     run(job, progress)

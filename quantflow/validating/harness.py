@@ -1,4 +1,4 @@
-"""Tasks of lm-eval on this runtime, which the extra `quantflow[eval]` installs.
+"""Tasks of lm-eval on this runtime, which the extra `eval` installs.
 
 lm-eval decides what is asked and how answers are scored; this module answers. Its requests are
 token ids: the text is encoded as lm-eval's own class for transformers does it, so that both score

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from quantflow import process_memory
 from quantflow.core.determinism import tools
 from quantflow.distributed.launch import launched_rank
-from quantflow.errors import InputError, ResourceError, UnsupportedError, UsageError
+from quantflow.errors import InputError, ResourceError, UnsupportedError, UsageError, extra
 from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.files.checkpoint import open_checkpoint
@@ -75,7 +75,7 @@ def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
             )
         return []
     if find_spec("lm_eval") is None:
-        raise UnsupportedError("--tasks: lm-eval is not installed", "pip install 'quantflow[eval]'")
+        raise UnsupportedError("--tasks: lm-eval is not installed", extra("eval"))
     from quantflow.validating import harness
 
     tokenizer = load_tokenizer(artifact)

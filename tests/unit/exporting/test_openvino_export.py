@@ -145,7 +145,7 @@ def test_without_the_packages_the_command_that_installs_them_is_said(monkeypatch
     assert (
         code == 6
         and "no_such_package is not installed" in said
-        and "pip install 'quantflow[openvino]'" in said
+        and "pip install 'quantflow-llm[openvino]'" in said
     )
 
 

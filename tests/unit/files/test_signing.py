@@ -18,7 +18,7 @@ from quantflow.server import process
 from quantflow.server.models import open_model
 from quantflow.server.settings import ServeJob
 
-pytest.importorskip("model_signing")  # an extra: quantflow[sign]
+pytest.importorskip("model_signing")  # the extra `sign`
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec

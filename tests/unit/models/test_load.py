@@ -359,7 +359,8 @@ def test_a_package_that_a_tokenizer_needs_is_named(
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     (folder / file).write_bytes(content)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    said = rf"{file}: read by {package}, which is not installed; pip install 'quantflow\[{extra}\]'"
+    remedy = rf"pip install 'quantflow-llm\[{extra}\]'"
+    said = rf"{file}: read by {package}, which is not installed; {remedy}"
     with pytest.raises(UnsupportedError, match=said):
         load_tokenizer(folder)
 
