@@ -2,12 +2,14 @@
 
 A library is compiled once. It is kept in a cache folder under the hash of all that it depends on
 (sources, compiler, flags, CPU). It carries the hash of its own bytes at its end, which is checked
-before it is loaded: a damaged one is compiled again. Processes that need it at once each compile
-their own, and the last renames over the others. It shares torch's OpenMP runtime, so
-`torch.set_num_threads` says how many threads it takes.
+before it is loaded: a damaged one is compiled again. So is one that another user may write to,
+since whoever writes it can hash it. Processes that need it at once each compile their own, and the
+last renames over the others. It shares torch's OpenMP runtime, so `torch.set_num_threads` says how
+many threads it takes.
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import itertools
@@ -15,13 +17,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 # loads torch's OpenMP runtime, which the library then shares instead of bringing another
 from torch import Tensor
 
 from quantflow.errors import IntegrityError, UnsupportedError
-from quantflow.files.disk import writable_by_others
+from quantflow.files import disk
 
 _FLAGS = (
     "-march=native",
@@ -43,6 +46,7 @@ _CHECKED = (
 _COMPILERS = ("gcc", "cc")
 _CPU_FIELDS = ("model name", "flags", "microcode")
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o644  # whatever the umask: others write to neither
 _FOLDER = "set QUANTFLOW_CACHE to a folder of your own that can be written"
 
 
@@ -176,6 +180,7 @@ def _build(source: Path, compiler: str, path: Path) -> None:
         body = library.read_bytes()
         # the loader reads the parts that the ELF headers name, so bytes after them do no harm
         library.write_bytes(body + hashlib.sha256(body).digest())
+        library.chmod(_FILE_MODE)
         library.replace(path)
 
 
@@ -185,11 +190,12 @@ def _flags() -> tuple[str, ...]:
 
 
 def _intact(path: Path) -> bool:
-    """Whether the library is there and ends in its own hash.
+    """Whether the library is there, nobody else may write to it, and it ends in its own hash.
 
-    Loading a truncated library would kill the process.
+    Loading a truncated library would kill the process. The hash says nothing of who wrote it: one
+    that others may write to is compiled again.
     """
-    if not path.is_file():
+    if not path.is_file() or disk.writable_by_others(path):
         return False
     content = path.read_bytes()
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
@@ -232,7 +238,8 @@ def _cache_folder() -> Path:
     """The folder of compiled libraries, made if need be.
 
     Raises:
-        UnsupportedError: it cannot be made, others may write to it, or the user has no home.
+        UnsupportedError: it cannot be made, others may write to it or exchange it, or the user has
+            no home.
     """
     own = os.environ.get("QUANTFLOW_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME")
@@ -243,12 +250,16 @@ def _cache_folder() -> Path:
             f"compiled kernels: HOME is not set and user {os.getuid()} has no home folder", _FOLDER
         ) from error
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        others = writable_by_others(folder)
+        for place in (*reversed(folder.parents), folder):
+            with suppress(FileExistsError):
+                place.mkdir(mode=_FOLDER_MODE)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        others = folder if disk.writable_by_others(folder) else disk.replaceable(folder)
     except OSError as error:
         raise UnsupportedError(f"{folder}: {error.strerror or error}", _FOLDER) from error
-    if others:
+    if others is not None:
         raise UnsupportedError(
-            f"{folder}: others may write code to it that this process would run", _FOLDER
+            f"{others}: others may write code to it that this process would run", _FOLDER
         )
     return folder

@@ -5,13 +5,16 @@ any one of them fail.
 """
 
 import errno
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COPY_BLOCK = 8 * 1024 * 1024
+_MAX_LINKS = 40  # links that the kernel follows in one name
 # Errors of a file system without hard links, or with none to there; any other is a fault.
 _NO_LINKS = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
@@ -275,3 +278,71 @@ def writable_by_others(path: Path) -> bool:
     """
     status = path.stat()
     return status.st_uid not in (os.getuid(), 0) or bool(status.st_mode & 0o022)
+
+
+def replaceable(path: Path) -> Path | None:
+    """The folder above `path` in which somebody beside this user and root can exchange it.
+
+    Whoever may write to a folder may rename what is in it and put something else there, unless the
+    folder is sticky, as /tmp is: there names belong to the owners of their files. A link on the way
+    is followed, and the folders that its name goes through count too.
+
+    Returns:
+        None where there is no such folder.
+
+    Raises:
+        OSError: the status of a folder cannot be read.
+    """
+    here, *parts = path.absolute().parts
+    pending, links = parts[::-1], 0
+    place = Path(here)
+    while pending:
+        part = pending.pop()
+        if part == "..":
+            place = place.parent
+            continue
+        if not place.exists():  # nor is anything below it
+            return None
+        if _lets_others_rename(place.stat()):
+            return place
+        if (place / part).is_symlink() and (links := links + 1) <= _MAX_LINKS:
+            target = (place / part).readlink()
+            pending += [name for name in target.parts[::-1] if name != target.anchor]
+            place = Path(target.anchor) if target.is_absolute() else place
+        else:
+            place /= part
+    return None
+
+
+def _lets_others_rename(status: os.stat_result) -> bool:
+    """Whether somebody beside this user and root can rename what is in a folder."""
+    if status.st_uid not in (os.getuid(), 0) and not _is_unmapped(status.st_uid):
+        return True
+    if status.st_mode & stat.S_ISVTX:
+        return False
+    in_group = bool(status.st_mode & 0o020) and not _is_own_group(status.st_gid)
+    return in_group or bool(status.st_mode & 0o002)
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is the one that a user has alone, as umask 002 is meant for.
+
+    Such a group has the user's name, and no member beside the user.
+    """
+    try:
+        group, name = grp.getgrgid(gid), pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _is_unmapped(uid: int) -> bool:
+    """Whether a number stands for users outside of this process's namespace.
+
+    In a sandbox the folders of the system, / among them, belong to it. Nobody inside has it.
+    """
+    try:
+        whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+        return not whole and uid == int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return False

@@ -14,7 +14,7 @@ take hardly longer than reading the data; sha256 of the data would take several 
 every load.
 
 A pack is not signed: whoever may write it decides what the model says. A pack that others may write
-to is not read.
+to, or exchange because they may write to a folder above it, is neither read nor made.
 """
 
 import hashlib
@@ -59,13 +59,19 @@ class Pack:
 
         Raises:
             IntegrityError: it is damaged; its data is compared with the hash if `verify`.
-            InputError: others may write to it.
+            InputError: others may write to it, or exchange it.
         """
         self.path, self.complete = path, path.is_file()
         for place in (path.parent, path) if self.complete else ():
             if disk.writable_by_others(place):
                 cause = f"{place}: others may write to it, and it decides what the model says"
                 raise InputError(cause, f"remove {path.parent}; it is made again")
+        if (above := disk.replaceable(path.parent)) is not None:
+            raise InputError(
+                f"{above}: others may write to it and exchange {path.parent.name}, which decides "
+                "what the model says",
+                "leave pack out, or move the artifact to where nobody else may write",
+            )
         self._kept: dict[str, PackedTensors] = {}
         for name, tensor in (_read(path, verify=verify) if self.complete else {}).items():
             key, _, part = name.rpartition("|")

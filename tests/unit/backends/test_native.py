@@ -1,6 +1,7 @@
 """C that is compiled when first used: its cache, damage to it, and errors where there is none."""
 
 import ctypes
+import hashlib
 import os
 import pwd
 import shutil
@@ -13,6 +14,7 @@ import torch
 
 from quantflow.backends import native
 from quantflow.errors import IntegrityError, UnsupportedError
+from quantflow.files import disk
 
 if not any(shutil.which(name) for name in ("gcc", "cc")):
     pytest.skip("no C compiler here", allow_module_level=True)
@@ -39,6 +41,20 @@ def source(folder: Path, answer: object = 42, name: str = "small.c") -> Path:
     path = folder / name
     path.write_text(SOURCE.replace("ANSWER", str(answer)))
     return path
+
+
+@pytest.fixture
+def built(cache, monkeypatch):
+    """A function that compiles a source and loads nothing; the library's path."""
+
+    def build(path: Path) -> Path:
+        with monkeypatch.context() as patched:
+            patched.setattr(native.ctypes, "CDLL", lambda _: None)
+            native._load(path)
+        (library,) = cache.iterdir()
+        return library
+
+    return build
 
 
 def in_another_process(path: Path, environment: dict[str, str] | None = None) -> subprocess.Popen:
@@ -201,6 +217,72 @@ def test_code_is_not_loaded_from_a_folder_that_others_may_write(tmp_path, cache)
         match=r"/cache: others may write code to it that this process would run; set",
     ):
         native.library(source(tmp_path))
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o077], ids=oct)
+def umask(request):
+    was = os.umask(request.param)
+    yield request.param
+    os.umask(was)
+
+
+def test_code_is_for_its_owner_to_write_whatever_the_umask(tmp_path, cache, umask):
+    """Several users of triton-lang/triton#518 share one cache folder."""
+    cache.mkdir()
+    cache.chmod(0o755)
+    assert native.library(source(tmp_path)).answer() == 42
+    (path,) = cache.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_folders_above_a_new_cache_are_the_users_alone_whatever_the_umask(
+    tmp_path, monkeypatch, umask
+):
+    monkeypatch.setenv("QUANTFLOW_CACHE", str(tmp_path / "a" / "b" / "cache"))
+    assert native.library(source(tmp_path)).answer() == 42
+    for place in ("a", "a/b", "a/b/cache"):
+        assert (tmp_path / place).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o777, 0o775])
+def test_code_that_others_may_write_to_is_compiled_again(tmp_path, built, mode):
+    """The seal at the file's end is a hash, which whoever writes the file can compute.
+
+    unslothai/unsloth-zoo#906 says the same of the hash beside a cached artifact.
+    """
+    path = source(tmp_path)
+    library = built(path)
+    forged = library.read_bytes()[: -native._DIGEST_BYTES] + b"code of another user"
+    library.write_bytes(forged + hashlib.sha256(forged).digest())
+    library.chmod(mode)
+    assert native.library(path).answer() == 42
+    assert forged not in library.read_bytes() and library.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a file is given away by root alone")
+def test_code_of_another_user_is_compiled_again(tmp_path, built):
+    path = source(tmp_path)
+    library = built(path)
+    os.chown(library, 4321, 4321)
+    assert native.library(path).answer() == 42
+    assert library.stat().st_uid == 0
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_code_is_not_loaded_where_a_folder_above_can_be_exchanged(tmp_path, monkeypatch, mode):
+    """A parent that others may write to lets them rename the folder (unslothai/unsloth-zoo#906)."""
+    above = tmp_path / "shared"
+    monkeypatch.setenv("QUANTFLOW_CACHE", str(above / "mine" / "cache"))
+    path = source(tmp_path)
+    assert native.library(path).answer() == 42
+    native._attempt.cache_clear()
+    monkeypatch.setattr(disk, "_is_own_group", lambda gid: False)
+    above.chmod(mode)
+    with pytest.raises(UnsupportedError, match=r"/shared: others may write code to it"):
+        native.library(path)
+    native._attempt.cache_clear()
+    above.chmod(mode | 0o1000)  # names in a sticky folder belong to the owners of their files
+    assert native.library(path).answer() == 42
 
 
 def test_the_cache_follows_xdg_and_is_the_users_alone(tmp_path):

@@ -1,7 +1,9 @@
 """Durable writes: the content under a name after the failure of each call."""
 
 import errno
+import grp
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,52 @@ def test_free_bytes_are_those_of_the_file_system_that_a_folder_will_be_on(tmp_pa
     expected = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert abs(disk.free_bytes(tmp_path / "not" / "yet") - expected) < 1 << 30
     assert disk.free_bytes(tmp_path) > 0
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_the_folder_in_which_others_could_exchange_a_path_is_found_through_links_too(
+    tmp_path, monkeypatch, mode
+):
+    monkeypatch.setattr(disk, "_is_own_group", lambda gid: False)
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    (shared / "inside" / "deep").mkdir(parents=True)
+    own.mkdir()
+    (shared / "link").symlink_to(own)
+    (own / "first").symlink_to("../shared/link")  # through the shared folder to an own one
+    (own / "file").touch()
+    paths = [shared / "inside" / "deep", own / "first" / "file", own / ".." / "shared" / "inside"]
+    assert [disk.replaceable(path) for path in paths] == [None] * 3
+    shared.chmod(mode)
+    assert [disk.replaceable(path) for path in paths] == [shared] * 3
+    assert disk.replaceable(own / "file") is None
+    shared.chmod(mode | 0o1000)
+    assert [disk.replaceable(path) for path in paths] == [None] * 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a folder is given away by root alone")
+def test_a_folder_of_another_user_is_one_in_which_its_owner_can_exchange_what_is_there(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 4321, 4321)
+    for mode in (0o755, 0o1755):
+        folder.chmod(mode)
+        assert disk.replaceable(folder / "mine") == folder
+
+
+def test_the_group_that_a_user_has_alone_may_write(tmp_path, monkeypatch):
+    """With umask 002 ~/.cache is 0775, of the group that has the user's name and nobody else."""
+    name = pwd.getpwuid(os.getuid()).pw_name
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o775)
+    for group, members, alone in ((name, [], True), (name, ["eve"], False), ("staff", [], False)):
+        entry = grp.struct_group((group, "x", 0, members))
+        monkeypatch.setattr(disk.grp, "getgrgid", lambda gid, entry=entry: entry)
+        assert (disk.replaceable(tmp_path / "cache" / "quantflow") is None) == alone
+
+
+def test_the_owner_of_folders_outside_of_a_sandbox_is_no_user_in_it(monkeypatch):
+    maps = {"/proc/self/uid_map": "0 1000 1", "/proc/sys/kernel/overflowuid": "65534"}
+    monkeypatch.setattr(Path, "read_text", lambda path: maps[str(path)])
+    assert disk._is_unmapped(65534) and not disk._is_unmapped(1000)
+    maps["/proc/self/uid_map"] = "0 0 4294967295"  # no sandbox: a user as others are
+    assert not disk._is_unmapped(65534)

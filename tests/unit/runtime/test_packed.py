@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen2Config
 from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError
+from quantflow.files import disk
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.packed import Pack
@@ -285,6 +286,23 @@ def test_a_pack_is_for_its_owner_to_write_whatever_the_umask(tmp_path):
     finally:
         os.umask(was)
     assert Pack(pack.path, verify=True).complete
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_pack_that_can_be_exchanged_is_neither_read_nor_made(mode, tmp_path, monkeypatch):
+    """Whoever may write to a folder above it can put another folder under its name."""
+    above = tmp_path / "shared"
+    path = above / "packed" / "a.safetensors"
+    pack = Pack(path, verify=True)
+    pack.get("x", lambda: {"y": torch.arange(16)})
+    pack.save()
+    monkeypatch.setattr(disk, "_is_own_group", lambda gid: False)
+    above.chmod(mode)
+    for name in ("a.safetensors", "b.safetensors"):
+        with pytest.raises(InputError, match="/shared: others may write to it and exchange packed"):
+            Pack(path.with_name(name), verify=True)
+    above.chmod(mode | 0o1000)
+    assert Pack(path, verify=True).complete
 
 
 RECORD = [
