@@ -14,7 +14,9 @@ from quantflow.server.tgi import health
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
-_TYPES = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript"}
+_MODULES = ("app.js", "api.js", "store.js", "turns.js", "markdown.js", "marked.js")
+_TYPES = {"index.html": "text/html", "style.css": "text/css"}
+_TYPES |= dict.fromkeys(_MODULES, "text/javascript")
 
 
 async def front(call: HttpCall) -> Response:
