@@ -133,6 +133,8 @@ def _called(tensor: TensorScheme | None) -> str:
     if tensor.minima:
         kind = f"int{tensor.num_bits} with minima"
     scales = "" if tensor.scale_format == "float" else f" with {tensor.scale_format} scales"
+    if tensor.rounds_at_run_time:
+        scales = " with scales that are rounded up to powers of two"
     return f"{kind} {tensor.granularity.replace('_', ' ')}{scales}"
 
 

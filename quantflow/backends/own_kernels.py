@@ -50,8 +50,11 @@ _SYMMETRIC = requirement(
     lambda c: c.scheme.input is not None and c.scheme.input.symmetric,
 )
 _E4M3 = requirement(
-    "needs e4m3fn inputs or none, {c.taken}",
-    lambda c: c.scheme.input is None or is_e4m3(c.scheme.input),
+    "needs e4m3fn inputs or none, their scales as they come, {c.taken}",
+    lambda c: (
+        c.scheme.input is None
+        or (is_e4m3(c.scheme.input) and not c.scheme.input.rounds_at_run_time)
+    ),
 )
 _MICROSCALED = requirement(
     "needs microscaled weights, {c.stored}", lambda c: c.weights.scale_format != "float"

@@ -55,11 +55,11 @@ class TensorScheme:
         scale_format: format of the scales of groups: `float` as the layout stores them, `e8m0`
             powers of two (microscaled, MX), or `e4m3` beside one global scale of the whole tensor
             (NVFP4), which is measured where the tensor is an input.
-        scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware
-            that shifts exponents wants it.
+        scale_rounding: `pow2` rounds a scale of float8 up to a power of two, as hardware that
+            shifts exponents wants it: a stored one, or those of a dynamic input in groups.
         scale_rule: rule that derives a stored scale of float8; None is amax / largest, rounded by
             `scale_rounding`. Neither of the two is compared: a stored scale is a scale like any
-            other.
+            other. What rounds or writes inputs asks `rounds_at_run_time`.
         scale_arithmetic: one of ARITHMETIC_NAMES, the dtype in which `scale_rule` derives it.
         observer: range of a static input: all measured values (`amax`), or a clip by the squared
             error (`mse`) or at a `percentile`. It is not compared: no layout says how a scale was
@@ -106,11 +106,13 @@ class TensorScheme:
             )
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("observer", self.observer, INPUT_OBSERVERS)
-        if self.scale_rounding != "none" and (self.kind != "float" or self.dynamic):
+        of_groups = not self.dynamic or self.granularity == "per_group"
+        if self.scale_rounding != "none" and not (self.kind == "float" and of_groups):
             raise SchemeError(
                 f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, "
-                f"dynamic={self.dynamic}",
-                "stored scales of float8 are rounded to powers of two, no others",
+                f"granularity={self.granularity!r}, dynamic={self.dynamic}",
+                "stored scales of float8 and those of groups of inputs are rounded to powers of "
+                "two, no others",
             )
         _known("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES)
         if self.scale_rule is not None:
@@ -218,6 +220,11 @@ class TensorScheme:
     def measured(self) -> bool:
         """Whether calibration decides a number of such an input: its scale or global scale."""
         return not self.dynamic or self.scale_format == "e4m3"
+
+    @property
+    def rounds_at_run_time(self) -> bool:
+        """Whether scales that each input gets at run time are rounded up to powers of two."""
+        return self.dynamic and self.scale_rounding != "none"
 
     @property
     def qmin(self) -> int:

@@ -12,20 +12,22 @@
    of NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. Both are read.
    vLLM's names are written; transformers does not look for them.
 3. All scales multiply, `weight_scale_inv` too.
-4. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here
-   says so: such a folder is refused.
+4. `scale_fmt` ue8m0 means scales of blocks that are powers of two, and scales of inputs that are
+   rounded up to powers of two at run time. The former are stored as float32 (DeepSeek-V3.1, V3.2)
+   or as exponents of a byte, e8m0 or uint8. A float32 counts as it is, whatever it is.
 
 Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`;
-arXiv:2412.19437, section 3.3.
+arXiv:2412.19437, section 3.3; deepseek-ai/DeepSeek-V3.2-Exp, `inference/model.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantflow.core import microscaling
 from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
@@ -46,6 +48,7 @@ NAME = "fp8"
 METHOD = "fp8"
 _STORED = "F8_E4M3"  # e4m3fn in safetensors' words
 _FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # in configurations' words; the first is written
+_FLOAT, _POWERS = "float", "ue8m0"  # scale_fmt
 _OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # transformers' names of scales
 
 
@@ -155,9 +158,8 @@ class FP8Layout:
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
         codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
         if shape:
-            stored = expand_rows(
-                scales(tensors, scale, shape, weights), weights.block_rows, len(codes)
-            )
+            of_blocks = _scales_of_blocks(tensors, scale, shape, scheme)
+            stored = expand_rows(of_blocks, weights.block_rows, len(codes))
         else:
             stored = single_scale(tensors, scale, weights).reshape(1, 1)
         input_scale = single_scale(tensors, inputs[0], weights).reshape(1) if inputs else None
@@ -178,6 +180,7 @@ class FP8Layout:
         del model_type, modules
         first = only_scheme(schemes, NAME)
         size = first.weights.group_size
+        powers = first.input is not None and first.input.rounds_at_run_time
         return {
             "quant_method": METHOD,
             "fmt": _FMT[0],
@@ -185,6 +188,7 @@ class FP8Layout:
             if first.input is None or first.input.dynamic
             else "static",
             "weight_block_size": None if size is None else [size, size],
+            **({"scale_fmt": _POWERS} if powers else {}),
             "modules_to_not_convert": list(ignore),
         }
 
@@ -206,12 +210,10 @@ class FP8Layout:
                 f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
             )
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
-        if config.get("scale_fmt") not in (None, "float"):
-            cause = (
-                f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up "
-                "to powers of two"
-            )
-            raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
+        scale_fmt = config.get("scale_fmt") or _FLOAT
+        if scale_fmt not in (_FLOAT, _POWERS) or (scale_fmt == _POWERS and blocks is None):
+            cause = f"config.json: scale_fmt {scale_fmt!r} with weight_block_size {blocks!r}"
+            raise UnsupportedError(cause, f"use {_FLOAT}, or {_POWERS} with blocks")
         if config.get("fmt", _FMT[0]) not in _FMT:
             cause = f"config.json: fmt {config['fmt']!r}, {', '.join(_FMT)} are known"
             raise UnsupportedError(cause, "use a folder of e4m3 weights")
@@ -238,11 +240,25 @@ class FP8Layout:
                 kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True
             )
         scheme = named(weights, inputs, "float-quantized")
+        if scale_fmt == _POWERS:
+            scheme = replace(scheme, input=replace(inputs, scale_rounding="pow2"))
         return {
             name: scheme
             for name in shapes
             if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED
         }
+
+
+def _scales_of_blocks(
+    tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], scheme: LinearScheme
+) -> Tensor:
+    """Scales of blocks, float32 of `shape`, from floats or from exponents of a byte."""
+    stored = tensors.get(key)
+    powers = scheme.input is not None and scheme.input.rounds_at_run_time
+    exponents = (torch.float8_e8m0fnu, *((torch.uint8,) if powers else ()))
+    if stored is not None and stored.dtype in exponents:
+        tensors = {key: microscaling.unpack_e8m0(stored.view(torch.uint8))}
+    return scales(tensors, key, shape, scheme.weights)
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:

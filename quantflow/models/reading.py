@@ -29,6 +29,7 @@ NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.bfloat16: (torch.int16, 0xFF << 7),
     torch.float8_e5m2: (torch.uint8, 0x1F << 2),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),  # it has no Inf, and one NaN
+    torch.float8_e8m0fnu: (torch.uint8, 0xFF),  # the same
 }
 
 

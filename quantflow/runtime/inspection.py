@@ -198,7 +198,8 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
     """A scheme as a table shows it, as plain data."""
 
     def one(part: TensorScheme) -> str:
-        return f"{part.kind}{part.num_bits} {part.granularity}"
+        powers = ", scales up to powers of two" if part.rounds_at_run_time else ""
+        return f"{part.kind}{part.num_bits} {part.granularity}{powers}"
 
     weights, inputs = scheme.weights, scheme.input
     return {

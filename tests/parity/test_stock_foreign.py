@@ -9,15 +9,17 @@ without a GPU.
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.core.scheme import named, preset, with_group_size
+from quantflow.core.scheme import named, preset, with_group_size, with_scale_rounding
 from quantflow.formats.weight_layout import integers
+from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.load import load
 
@@ -181,3 +183,32 @@ def test_transformers_has_the_weights_of_an_fp8_folder_bit_for_bit(llama, tmp_pa
     assert [
         name for name, weight in weights.items() if not torch.equal(found[name].float(), weight)
     ] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # it says that there is no GPU
+@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e8m0fnu, torch.uint8])
+def test_transformers_has_the_weights_of_scales_that_are_powers_of_two(
+    llama, tmp_path, write_foreign, stored
+):
+    """DeepSeek-V3.2 stores such scales as float32, V4 as exponents; transformers reads both."""
+    scheme = with_scale_rounding(with_group_size(preset("FP8_BLOCK"), 32), "pow2")
+    inputs = replace(scheme.input, scale_rounding="pow2")
+    weights = write_foreign(tmp_path / "f", llama, "fp8", replace(scheme, input=inputs))
+    path = tmp_path / "f" / "model.safetensors"
+    tensors = {
+        name: tensor.to(torch.float8_e8m0fnu).view(torch.uint8).view(stored)
+        if name.endswith("weight_scale_inv") and stored != torch.float32
+        else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = dict(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "f", dtype=torch.float32).named_parameters()
+    )
+    artifact = open_folder(tmp_path / "f")
+    assert set(artifact.linears) == {name.removesuffix(".weight") for name in weights}
+    for name, weight in weights.items():
+        ours = artifact.decode(name.removesuffix(".weight"))
+        assert torch.equal(found[name].float(), weight), name
+        assert torch.equal(ours.dequantize(), weight), name
+        assert ours.scheme.input.rounds_at_run_time

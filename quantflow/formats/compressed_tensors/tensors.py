@@ -422,6 +422,12 @@ def require_held(scheme: LinearScheme) -> None:
         )
     if scheme.layout == "pack-quantized" and scheme.weights.granularity == "per_tensor":
         raise unsupported(f"{scheme.name}: pack-quantized weights with one scale per tensor")
+    if scheme.input is not None and scheme.input.rounds_at_run_time:
+        raise unsupported(
+            f"{scheme.name}: inputs whose scales are rounded up to powers of two, the layout has "
+            "no words for them",
+            "keep it in format fp8, or export --format dequantized",
+        )
     for tensor in (scheme.weights, scheme.input):
         if tensor is None or tensor.kind != "float" or tensor.float8 == FLOAT4:
             continue

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS
+from quantflow.backends import choose
+from quantflow.backends.backend import Case
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import (
@@ -382,13 +384,83 @@ def fp8_schemes(**words) -> dict[str, LinearScheme]:
     return layout_of(config, infos).schemes(config, {"a": (32, 64)}, infos)
 
 
-def test_fp8_folders_whose_inputs_have_scales_of_powers_of_two_are_refused():
-    with pytest.raises(
-        UnsupportedError,
-        match=r"config\.json: scale_fmt 'ue8m0': scales of inputs are rounded up to powers",
-    ):
-        fp8_schemes(scale_fmt="ue8m0")
+def of_powers(stored: str, **words) -> tuple[QuantizedLinear, torch.Tensor]:
+    """A linear of 40 rows in blocks of 32 whose scales are powers of two, and its real weight."""
+    scheme = fp8_schemes(**words)["a"]
+    codes = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).mul(50)
+    codes = codes.to(torch.float8_e4m3fn)
+    exponents = torch.tensor([[-9, -127], [0, 100]])
+    scale = torch.ldexp(torch.ones(2, 2), exponents)
+    kinds = {
+        "F32": scale,
+        "F8_E8M0": scale.to(torch.float8_e8m0fnu),
+        "U8": (exponents + 127).to(torch.uint8),
+    }
+    tensors = {"a.weight": codes, "a.weight_scale_inv": kinds[stored]}
+    spread = scale.repeat_interleave(32, 0)[:40].repeat_interleave(32, 1)
+    return LAYOUTS["fp8"].decode("a", tensors, scheme), codes.float() * spread
+
+
+@pytest.mark.parametrize("stored", ["F32", "F8_E8M0", "U8"])
+def test_scales_of_powers_of_two_are_read_however_they_are_stored(stored):
+    """DeepSeek-V3.2 has them as float32, V4 as exponents of a byte.
+
+    deepseek-ai/DeepSeek-V3.2-Exp issue 59: a script that does not know them leaves layers out.
+    JustVugg/colibri pull request 779: the same shape and product, another encoding of the number.
+    """
+    linear, expected = of_powers(stored, scale_fmt="ue8m0")
+    assert torch.equal(linear.dequantize(), expected)
+
+
+def test_exponents_without_the_word_for_them_are_no_scales():
+    """uint8 says nothing by itself; transformers' dequantizer takes any as exponents."""
+    linear, expected = of_powers("F8_E8M0")
+    assert torch.equal(linear.dequantize(), expected)
+    with pytest.raises(InputError, match=r"a\.weight_scale_inv: is torch\.uint8 \[2, 2\]"):
+        of_powers("U8")
+
+
+def test_an_exponent_that_stands_for_nan_is_refused():
+    scheme = fp8_schemes(scale_fmt="ue8m0")["a"]
+    scale = torch.tensor([[127, 255]], dtype=torch.uint8)
+    tensors = {"a.weight": torch.ones(8, 64).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    with pytest.raises(InputError, match="scale nan, scales are finite"):
+        LAYOUTS["fp8"].decode("a", tensors, scheme)
+
+
+def test_inputs_beside_scales_of_powers_of_two_are_rounded_as_deepseek_rounds_them():
+    """The scale is the power of two at or above amax / 448, and codes are made with it.
+
+    sgl-project/sglang pull request 31210: rounding by log2 misses exact powers.
+    huggingface/transformers pull request 46763: codes of another scale than the stored one.
+    """
+    scheme = fp8_schemes(scale_fmt="ue8m0")["a"]
+    linear, _ = of_powers("F32", scale_fmt="ue8m0")
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    x[0, :32] = x[0, :32] / x[0, :32].abs().max() * 448 * 2.0**-7  # the scale is 2**-7 itself
+    split = x.reshape(3, 2, 32).double()
+    scale = 2.0 ** (split.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    scale[0, 0] = 2.0**-7
+    codes = (split / scale).float().to(torch.float8_e4m3fn)
+    expected = (codes.double() * scale).flatten(1).float()
+    assert torch.equal(linear.fake_quantize_input(x), expected)
+    case = Case(scheme=scheme, shape=(64, 64), dtype=torch.float32, device=torch.device("cpu"))
+    chosen, reasons = choose(case)
+    assert chosen.name == "reference" and "rounded up to powers of two" in reasons["fp8"]
+    told = LAYOUTS["compressed-tensors"].why_not(scheme, (64, 64))
+    assert "inputs whose scales are rounded up to powers of two" in told
+    config = LAYOUTS["fp8"].quantization_config({"a": scheme}, ignore=(), model_type="llama")
+    assert config["scale_fmt"] == "ue8m0"
+    assert fp8_schemes(**config)["a"].input.scale_rounding == "pow2"
+
+
+def test_scales_of_an_unknown_kind_are_refused_by_their_name():
     assert fp8_schemes(scale_fmt="float") == fp8_schemes(scale_fmt=None) == fp8_schemes()
+    assert fp8_schemes()["a"].input.scale_rounding == "none"
+    with pytest.raises(UnsupportedError, match="scale_fmt 'e5m3' with weight_block_size"):
+        fp8_schemes(scale_fmt="e5m3")
+    with pytest.raises(UnsupportedError, match="scale_fmt 'ue8m0' with weight_block_size None"):
+        fp8_schemes(scale_fmt="ue8m0", weight_block_size=None)
 
 
 def test_the_weights_of_an_fp8_folder_are_e4m3fn_by_any_of_its_names():

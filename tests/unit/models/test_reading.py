@@ -111,7 +111,14 @@ def finite(tensor):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.float16,
+        torch.bfloat16,
+    ],
 )
 def test_every_code_of_a_small_float_is_finite_where_torch_says_so(dtype):
     integer = torch.uint8 if dtype.itemsize == 1 else torch.int16
