@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
@@ -16,6 +17,7 @@ from quantflow.files.folder import reading
 from quantflow.models.chat_form import goes_on
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.token_ids import tokens_of
+from quantflow.sources.data_sets import require_reachable
 
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a conversation
 _SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".parquet")
@@ -196,6 +198,8 @@ def _from_hub(name: str) -> Iterator[Any]:
             "which is not installed"
         )
         raise UnsupportedError(cause, "check the path, or install datasets")
+    if not constants.HF_HUB_OFFLINE:  # where it is set, the package reads its cache at once
+        require_reachable(name)
     from datasets import load_dataset
 
     try:

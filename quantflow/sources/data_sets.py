@@ -1,7 +1,7 @@
 """A data set on the hub: whether the hub answers at all."""
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from quantflow.errors import InputError
 
@@ -14,12 +14,17 @@ def require_reachable(name: str) -> None:
     What the hub answers is left to that package.
 
     Raises:
-        InputError: the hub does not answer.
+        InputError: the hub does not answer, or nothing there can have this name.
     """
     try:
         HfApi().dataset_info(name, timeout=SECONDS)
     except HfHubHTTPError:
         return
+    except HFValidationError as error:
+        raise InputError(
+            f"{name}: no file or folder here, and no name of a data set",
+            "check the path, or give org/name",
+        ) from error
     except OfflineModeIsEnabled as error:
         why = "HF_HUB_OFFLINE is set"
         raise InputError(f"{name}: {why}", "connect to the hub, or give a file") from error

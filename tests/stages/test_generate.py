@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -254,9 +256,36 @@ def test_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
         SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__),
     )
     monkeypatch.setattr(prompt_files, "find_spec", lambda _: True)
+    monkeypatch.setattr(prompt_files, "require_reachable", lambda _: None)
     assert read_prompts("somebody/questions", limit=1) == ["right"]
     with pytest.raises(InputError, match="^nobody/nothing: .*; check the name and the network"):
         read_prompts("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("org/questions", "^org/questions: no file .* cannot be reached; check the path"),
+        ("org/questions/test.jsonl", "^org/.*: no file or folder here, and no name of a data set"),
+        ("questions?", "no file or folder here, and no name of a data set; check the path"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_said_before_datasets_tries_again(monkeypatch, source, said):
+    """The package tries again for half a minute, also for what is no name at all.
+
+    huggingface/datasets issue 1939: behind a firewall it hangs until a time-out.
+    UKGovernmentBEIS/inspect_ai pull request 5280: its time-outs, tried again or not.
+    """
+    called = []
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=called.append))
+    monkeypatch.setattr(prompt_files, "find_spec", lambda _: True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(InputError, match=said):
+            read_prompts(source)
+    assert not called
 
 
 def test_what_an_absent_package_would_read_is_refused_with_its_name(monkeypatch, tmp_path):
