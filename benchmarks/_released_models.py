@@ -42,7 +42,7 @@ import torch
 import transformers
 from _released_layouts import LAYOUTS
 from _synthetic import TOKENIZER_FILES
-from _tiny_models import EXAMPLE, auto_class
+from _tiny_models import EXAMPLE, auto_class, randomize_
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
@@ -165,12 +165,7 @@ def _built(entry: Entry, build: Path, *, plain: Path | None) -> Tensors:
     own = read_config(config, build)
     torch.manual_seed(0)
     model = _class_of(config, own)._from_config(own, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.05)
+    randomize_(model)
     saved = plain or build / "saved"
     model.save_pretrained(saved, save_original_format=entry.get("written") != "modules")
     if plain:

@@ -267,6 +267,16 @@ def parameters_of(config: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@torch.no_grad()
+def randomize_(model: Any) -> None:
+    """Fill matrices and biases with random numbers; norms stay as they are."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.1)
+        elif name.endswith("bias"):
+            parameter.normal_(0, 0.05)
+
+
 def write_model(config: PreTrainedConfig, folder: Path) -> None:
     """Write a tiny random model of a configuration, with a tokenizer.
 
@@ -278,12 +288,8 @@ def write_model(config: PreTrainedConfig, folder: Path) -> None:
         raise ValueError(f"{count:,} parameters: its configuration goes by other names")
     torch.manual_seed(0)
     model = auto_class(config).from_config(config)
+    randomize_(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.05)
         for name, table in model.named_buffers():
             # the experts of each token, zeros before a checkpoint is read
             if name.endswith(".tid2eid"):

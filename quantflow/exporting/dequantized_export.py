@@ -106,13 +106,8 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
                 progress=progress,
                 unused_of=artifact.checkpoint,
             )
-            write_beside(
-                folder,
-                artifact.checkpoint,
-                said,
-                stage=f"export {job.output.name}",
-                progress=progress,
-            )
+            stage = f"export {job.output.name}"
+            write_beside(folder, artifact.checkpoint, said, stage=stage, progress=progress)
             progress.say(f"export {job.output.name}: comparing what was written")
             require_written(folder, written, _tensors(artifact, split, specs))
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())

@@ -88,13 +88,8 @@ def run(job: MergedAdapterJob, progress: Progress) -> Path:
         with stage_folder.publish(job.output, stage=IMPORT, inputs=made_from) as folder:
             tensors, limit = _tensors(checkpoint, factors), parse_size(job.shard_size)
             write_model(folder, specs, tensors, limit=limit, stage="adapter", progress=progress)
-            write_beside(
-                folder,
-                checkpoint,
-                checkpoint.config,
-                stage=f"adapter {job.output.name}",
-                progress=progress,
-            )
+            stage = f"adapter {job.output.name}"
+            write_beside(folder, checkpoint, checkpoint.config, stage=stage, progress=progress)
             require_written(folder, specs, _tensors(checkpoint, factors))
     progress.say(f"adapter {job.output.name}: merged into {len(factors)} linears")
     return job.output

@@ -97,13 +97,8 @@ def run(job: ExportJob, progress: Progress) -> Path:
                 for key, value in artifact.checkpoint.config.items()
                 if key != "quantization_config"
             }
-            write_beside(
-                folder,
-                artifact.checkpoint,
-                config,
-                stage=f"export {job.output.name}",
-                progress=progress,
-            )
+            stage = f"export {job.output.name}"
+            write_beside(folder, artifact.checkpoint, config, stage=stage, progress=progress)
             _write_tokenizer(folder)
             expected = _write_model(
                 folder, artifact, openvino_ir.SCALE_DTYPES[dtype], progress=progress
