@@ -55,7 +55,7 @@ from quantflow.exporting.proof import Prover
 from quantflow.models.experts import is_stacked
 from quantflow.models.names import NameMap
 from quantflow.models.skeleton import skeleton
-from quantflow.planning import artifact_config
+from quantflow.planning import stock_transformers
 from quantflow.planning.recipe import Calibration, Export, Quantize, Validate
 from quantflow.runtime.artifact import open_artifact
 
@@ -430,7 +430,7 @@ def _in_stock(folder: Path, scheme: str) -> None:
             found = reader.from_pretrained(artifact, dtype=torch.float32).eval()(ids).logits
         except Exception as error:
             table = json.loads((artifact / "config.json").read_text())["quantization_config"]
-            sentence = table[artifact_config.REFUSED]  # None where nothing is wrong with it
+            sentence = table[stock_transformers.REFUSED]  # None where nothing is wrong with it
             ours = sentence is not None and sentence in str(error)
             told = f"`{sentence}`" if ours else first_line(error)
             raise _StockError(f"{LOUDLY}{told}") from error

@@ -176,6 +176,7 @@ def _artifact(artifact: Mapping[str, Any]) -> list[str]:
         f"{coverage['weights']:.1%} of the weights and {coverage['bytes']:.1%} of the bytes are "
         "quantized"
     ]
+    lines += artifact["notes"]
     if artifact["chosen"]:
         lines.append(
             "schemes are chosen when it runs, by what was measured; the figures are those of "

@@ -54,11 +54,16 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
     if in_features % scheme.group_size:
         fitting = [str(size) for size in COMMON_SIZES if in_features % size == 0]
         choice = f"use {' or '.join(fitting)}" if fitting else f"choose a divisor of {in_features}"
+        why = ""
         if scheme.granularity == "per_block":
+            why = (
+                "; a last block may have fewer rows, but not fewer columns: compressed-tensors and "
+                "vLLM round inputs in whole groups"
+            )
             choice = "choose a scheme without blocks, such as FP8_DYNAMIC"
         raise SchemeError(
             f"{name}: in_features={in_features} is not a multiple of "
-            f"group_size={scheme.group_size}",
+            f"group_size={scheme.group_size}{why}",
             f"{choice}, or list the layer under `ignore`",
         )
     if scheme.block is not None and in_features % scheme.block.elements:

@@ -36,8 +36,9 @@ from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_RE
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.open import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
-from quantflow.planning.artifact_config import for_transformers, left_alone, module_names
+from quantflow.planning.artifact_config import left_alone, module_names
 from quantflow.planning.recipe import parse_size
+from quantflow.planning.stock_transformers import for_transformers
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
@@ -95,13 +96,8 @@ def run(job: ExportJob, progress: Progress) -> Path:
                     unused_of=artifact.checkpoint,
                 )
             config = conversion.config()
-            write_beside(
-                folder,
-                artifact.checkpoint,
-                config,
-                stage=f"export {job.output.name}",
-                progress=progress,
-            )
+            stage = f"export {job.output.name}"
+            write_beside(folder, artifact.checkpoint, config, stage=stage, progress=progress)
             if job.options.format in BESIDE:
                 name, content = BESIDE[job.options.format]
                 disk.write_file(

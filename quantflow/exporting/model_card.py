@@ -10,8 +10,8 @@ from typing import Any
 from quantflow.algorithms import TUNE
 from quantflow.files.inspect import output_errors
 from quantflow.files.ledger import UNUSED
-from quantflow.planning.artifact_config import CONV1D, EXPERTS, PACKED, REFUSED
 from quantflow.planning.finished_plan import kv_words_of
+from quantflow.planning.stock_transformers import CONV1D, EXPERTS, PACKED, REFUSED
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _BFLOAT16 = (

@@ -47,7 +47,7 @@ from quantflow.planning.device_memory import (
 )
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
-from quantflow.planning.plan import Plan, resolve
+from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Recipe, parse_size
 from quantflow.planning.requirements import statistics_for
@@ -142,7 +142,11 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             {"name": name, "cause": error.cause, "fix": error.remedy}
             for name, error in refused.items()
         ],
-        "artifacts": [_artifact(checkpoint, graph, model, plan, recipe) for plan in plans],
+        "artifacts": [
+            _artifact(checkpoint, graph, model, plan, recipe)
+            | {"notes": _notes(plan, recipe, shapes)}
+            for plan in plans
+        ],
         "total": {
             "peak_memory": max((stage["peak_memory"] for stage in stages), default=0),
             "disk": sum(stage["result"] for stage in stages)
@@ -276,6 +280,13 @@ def _stage(
         least = need.peak(base=need.base, workers=1)
         return about | {"peak_memory": least, "workers": 1, "refused": error.cause}
     return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "refused": None}
+
+
+def _notes(plan: Plan, recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Sentences on linears that are quantized otherwise than the entry asks, or not at all."""
+    entry = next(entry for entry in recipe.quantize if entry.name == plan.name)
+    found = (narrowed(plan, entry, shapes), kept_for_few_inputs(plan, entry, shapes))
+    return [note for note in found if note is not None]
 
 
 def _artifact(

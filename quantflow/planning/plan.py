@@ -46,6 +46,7 @@ from quantflow.planning.requirements import (
     transforms_of,
     tune_of,
 )
+from quantflow.planning.stock_transformers import in_one_size
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 
 # file of a quantize folder: tensors outside the layers that differ from the source's
@@ -352,6 +353,9 @@ def _schemes(
         schemes[name] = (
             None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
         )
+    used = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    if not entry.mixed and used.keys() <= adapts:
+        schemes |= in_one_size(used, graph)
     # where schemes are chosen, only overridden linears must fit now: the choice fits the others
     overridden_names = overridden(entry, graph) if entry.mixed else frozenset(schemes)
     for name, scheme in schemes.items():
@@ -445,8 +449,14 @@ def kept_for_few_inputs(
     )
 
 
-def narrowed(plan: Plan, entry: Quantize) -> str | None:
-    """A sentence about linears with smaller groups or blocks than the scheme's, or None."""
+def narrowed(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """A sentence about linears with smaller groups or blocks than the scheme's, or None.
+
+    Args:
+        plan: resolved plan.
+        entry: entry of the recipe.
+        shapes: tensor of the checkpoint -> its shape.
+    """
     size = base_of(entry).weights.group_size
     used = [scheme for scheme in plan.schemes.values() if scheme is not None]
     smaller = sum(scheme.weights.block_type in SMALLER.values() for scheme in used)
@@ -464,6 +474,15 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
     if not counts or entry.overrides or entry.mixed:
         return None
     listed = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
+    if size is not None and any(
+        scheme is not None and scheme.weights.group_size in counts
+        for name, scheme in plan.schemes.items()
+        if _features(shapes, name) % size == 0
+    ):
+        return (
+            f"{plan.name}: groups {listed}: {size} does not divide the inputs of all, and stock "
+            "transformers loads one size for this type"
+        )
     return f"{plan.name}: groups {listed}, whose inputs {size} does not divide"
 
 

@@ -177,7 +177,7 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
     shapes = model.shapes
     nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
-    notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
+    notes = (narrowed(plan, job.entry, shapes), kept_for_few_inputs(plan, job.entry, shapes), left)
     for note in notes_of(model.source.checkpoint, model.graph):
         progress.say(f"quantize {plan.name}: {note}")
     for note in filter(None, notes):

@@ -22,8 +22,8 @@ from transformers import (
 
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
-from quantflow.planning.artifact_config import CONV1D, EXPERTS, PACKED, REFUSED
 from quantflow.planning.recipe import Export, Quantize
+from quantflow.planning.stock_transformers import CONV1D, EXPERTS, PACKED, REFUSED
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
@@ -86,6 +86,7 @@ def table(artifact: Path) -> dict[str, Any]:
     [
         ("falcon", W4A16),
         ("falcon", {**W4A16, "scheme": "W4A16_ASYM"}),
+        ("falcon", {"scheme": "W4A16", "algorithm": "rtn"}),  # 64 and 256 inputs: groups of 64
         ("gpt_bigcode", W4A16),
         ("bert-generation", W4A16),
         ("bert-generation", {"scheme": "W8A16"}),
@@ -114,7 +115,7 @@ def test_it_computes_what_the_dequantized_export_does(
         ("gpt2", {"scheme": "FP8_DYNAMIC"}, CONV1D),
         ("aria_text", W4A16, EXPERTS),
         ("granitemoe", {"scheme": "W8A16"}, EXPERTS),
-        ("falcon", {"scheme": "W4A16", "algorithm": "rtn"}, PACKED),  # groups of 64 and of 128
+        ("falcon", {"scheme": "W4A8", "algorithm": "rtn"}, PACKED),  # inputs are rounded
     ],
     ids=lambda value: value if isinstance(value, str) else value["scheme"],
 )

@@ -82,6 +82,21 @@ def test_a_group_size_that_does_not_divide_is_refused_with_the_name_of_the_weigh
         groups.group_size_for(per_group(4), 10, name="q_proj")
 
 
+def test_a_last_block_of_fewer_columns_is_refused_with_the_reason():
+    """compressed-tensors and vLLM round inputs in groups, and take no part of one.
+
+    vllm-project/llm-compressor issue 2286: shapes that 128 does not divide. vllm-project/vllm pull
+    request 33327, which would have padded the inputs, was closed.
+    """
+    block = TensorScheme(kind="float", num_bits=8, granularity="per_block", group_size=128)
+    with pytest.raises(
+        SchemeError,
+        match=r"o_proj: in_features=576 is not a multiple of group_size=128; a last block may have "
+        r"fewer rows, but not fewer columns: compressed-tensors and vLLM .*such as FP8_DYNAMIC",
+    ):
+        groups.group_size_for(block, 576, name="o_proj")
+
+
 def test_a_group_size_that_does_not_divide_never_mixes_rows():
     with pytest.raises(RuntimeError):
         groups.to_groups(torch.zeros(4, 6), 4)  # 24 elements: six groups of four exist, across rows

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from transformers import LlamaConfig
+from transformers import FalconConfig, LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.open import graph_for
@@ -163,12 +163,68 @@ def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so()
         "down_proj": 32,
     }
     assert (
-        narrowed(found, entry)
+        narrowed(found, entry, SHAPES)
         == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
     )
     wide = {name: (64, 256) for name in SHAPES}
-    assert narrowed(resolve(entry, GRAPH, wide), entry) is None
+    assert narrowed(resolve(entry, GRAPH, wide), entry, wide) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
+
+
+FALCON = graph_for(
+    FalconConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        architectures=["FalconForCausalLM"],
+    )
+)
+FALCON_SHAPES = {
+    f"{name}.weight": (64, 256 if name.endswith("4h_to_h") else 64) for name in FALCON.linears
+}
+
+
+def test_a_model_that_stock_transformers_dequantizes_has_groups_of_one_size_and_it_is_said():
+    """tiiuae/falcon-7b has 4544 and 18176 inputs: 64 divides both, 128 the second alone.
+
+    huggingface/transformers issue 47920: types that initialize linears by name crash where these
+    are packed. vllm-project/llm-compressor issue 835: a packed linear has no attribute `weight`.
+    """
+    entry = Quantize(name="a", scheme="W4A16")
+    found = resolve(entry, FALCON, FALCON_SHAPES)
+    assert {scheme.weights.group_size for scheme in found.schemes.values()} == {64}
+    assert narrowed(found, entry, FALCON_SHAPES) == (
+        "a: groups of 64 in 8 linears: 128 does not divide the inputs of all, and stock "
+        "transformers loads one size for this type"
+    )
+    wide = {name: (64, 256) for name in FALCON_SHAPES}
+    found = resolve(entry, FALCON, wide)
+    assert {scheme.weights.group_size for scheme in found.schemes.values()} == {128}
+    assert narrowed(found, entry, wide) is None
+    narrow = {name: (64, 64) for name in FALCON_SHAPES}
+    assert (
+        narrowed(resolve(entry, FALCON, narrow), entry, narrow)
+        == "a: groups of 64 in 8 linears, whose inputs 128 does not divide"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"scheme": "W4A8"},
+        {
+            "scheme": "W4A16",
+            "overrides": (Override(match="re:.*4h_to_h", scheme="W4A16", group_size=128),),
+        },
+        {"scheme": "W4A16", "overrides": (Override(match="re:.*4h_to_h", scheme="W3A16"),)},
+    ],
+    ids=["inputs", "a size that was asked for", "two schemes"],
+)
+def test_where_one_size_would_not_make_it_load_each_linear_keeps_the_largest(words):
+    """Stock transformers refuses these anyway: inputs that are rounded, or several schemes."""
+    schemes = resolve(Quantize(name="a", **words), FALCON, FALCON_SHAPES).schemes
+    sizes = {name.rpartition(".")[2]: s.weights.group_size for name, s in schemes.items()}
+    assert sizes.pop("dense_4h_to_h") == 128 and set(sizes.values()) == {64}
 
 
 def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_are_given():
@@ -183,7 +239,7 @@ def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_
     )
     smaller = "a: groups of 64 in 11 linears, of 32 in 2 linears, whose inputs 128 does not divide"
     assert (
-        narrowed(found, entry) == smaller
+        narrowed(found, entry, shapes) == smaller
         and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
     )
     # W8A16 has a scale per row and no groups, so few inputs are no obstacle
