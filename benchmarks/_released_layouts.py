@@ -44,13 +44,15 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     return (words - (words >= 2**31).long() * 2**32).int()
 
 
-def _fp8_block(weight: torch.Tensor, *, block: int = 128) -> Tensors:
-    """float8 with a scale per block, the last blocks ragged."""
+def _fp8_block(weight: torch.Tensor, *, block: int = 128, powers: bool = False) -> Tensors:
+    """float8 with a scale per block, the last blocks ragged; scales may be powers of two."""
     rows, columns = (-(-size // block) for size in weight.shape)
     padded = torch.zeros(rows * block, columns * block)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     amax = padded.reshape(rows, block, columns, block).abs().amax((1, 3)).clamp(min=1e-8)
     scale = amax / E4M3  # [rows, columns]
+    if powers:
+        scale = scale.log2().ceil().exp2()
     spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
     divided = weight / spread[: weight.shape[0], : weight.shape[1]]
     return {"weight": divided.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
