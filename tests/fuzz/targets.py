@@ -9,11 +9,15 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from http.client import HTTPConnection
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from socket import socket
+from typing import Any, cast
+from unittest import mock
 
 import asgi
 import mutations
@@ -21,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from quantflow.errors import QuantflowError
 from quantflow.files import torch_file
 from quantflow.files.canonical import digest_of, parse_json, readable_json
 from quantflow.files.checkpoint import open_checkpoint
@@ -38,7 +43,9 @@ from quantflow.measuring.text import read_documents
 from quantflow.models.token_ids import tokens_of
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
+from quantflow.runtime import remote_partner
 from quantflow.runtime.adapters import read_adapter
+from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.prompt_files import read_prompts
 from quantflow.server import process
@@ -76,6 +83,50 @@ class Target:
                 mutations.changed_value(chance, self.value, changes=chance.choice((1, 1, 2, 5)))
             )
         return mutations.changed_bytes(chance, chance.choice(self.seeds), self.seeds)
+
+
+ANSWER = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    b'data: {"choices": [{"index": 0, "delta": {"content": "a", "reasoning_content": "b"}}]}\n\n'
+    b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+    b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n'
+)
+REFUSAL = (
+    b"HTTP/1.1 400 Bad Request\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b'3f\r\n{"error": {"message": "no", "code": "context_length_exceeded"}}\r\n0\r\n\r\n'
+)
+NAMES = b'HTTP/1.1 200 OK\r\nContent-Length: 26\r\n\r\n{"data": [{"id": "name"}]}'
+
+
+def talked(data: bytes, _: Path) -> Any:
+    """Read a response of a server as `chat --url` does, once as a list of models."""
+
+    class Connection(HTTPConnection):
+        def connect(self) -> None:
+            self.sock = cast("socket", FakeSocket(data))
+
+    with mock.patch.object(remote_partner, "HTTPConnection", Connection):
+        job = ChatJob(url="http://127.0.0.1:1", model="m")
+        question = [{"role": "user", "content": "hi"}]
+        with suppress(QuantflowError):
+            list(remote_partner.RemotePartner(job).answer(question))
+        return remote_partner.RemotePartner(ChatJob(url="http://127.0.0.1:1")).name
+
+
+class FakeSocket:
+    """A socket that receives some bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, *_: Any, **__: Any) -> BytesIO:
+        return BytesIO(self._data)
+
+    def sendall(self, _: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def written(name: str, read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
@@ -688,5 +739,6 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
             read=written("p.csv", lambda path: read_prompts(str(path))),
         ),
         "pack": Target(seeds=(packed(),), read=mapped),
+        "answers of a server": Target(seeds=(ANSWER, REFUSAL, NAMES), read=talked),
         "HTTP": Target(seeds=(), make=request, read=answered(artifact)),
     }

@@ -69,7 +69,7 @@ def test_no_reader_does_other_than_promised():
         "--seed",
         "7",
     )
-    assert out.count("\t250 inputs") == 27
+    assert out.count("\t250 inputs") == 28
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ export class Turn {
     else add(message.error === undefined ? "Regenerate" : "Try again", () => actions.again(message));
     const isAnswer = message.role !== "user";
     const cut = isAnswer && ["length", "aborted", undefined].includes(message.finish);
-    const something = message.content || message.reasoning;
-    if (last && cut && something) add("Go on", () => actions.goOn(message));
+    // reasoning that was cut cannot be gone on with: templates write it anew
+    if (last && cut && message.content) add("Go on", () => actions.goOn(message));
     return found;
   }
 

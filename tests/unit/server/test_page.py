@@ -190,12 +190,12 @@ def test_somebody_talks_with_the_model(server, browser, width, height, dark):
         "document.getElementById('max_tokens').value = 40; "
         "document.getElementById('temperature').value = 0"
     )
+    body = {"messages": [{"role": "user", "content": "def"}], "temperature": 0, "max_tokens": 40}
+    expected = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     browser.click("#tokens")
     browser.write("#input", "def")
     browser.click("#send")
     browser.wait("document.querySelector('.assistant .note')?.textContent.includes('tokens/s')")
-    body = {"messages": [{"role": "user", "content": "def"}], "temperature": 0, "max_tokens": 40}
-    expected = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     assert (
         browser.run("return document.querySelector('.turn.assistant .text').textContent")
         == expected
