@@ -29,8 +29,11 @@ from transformers.core_model_loading import (
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.parameters import twins
 
-# a part of a joined linear
-_PART = re.compile(r"(?P<owner>.+)\.parts\.(?P<number>\d+)\.(?P<leaf>\w+)")
+# a part of a joined convolution's weight, and of a joined linear, as `parts_of` names them
+_PART = re.compile(
+    r"(?P<owner>.+)\.(?:parametrizations\.(?P<leaf>\w+)\.original(?P<number>\d+)"
+    r"|parts\.(?P<linear>\d+)\.(?P<of_linear>\w+))"
+)
 # Buffers of old checkpoints, which transformers computes itself since then.
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
 # Names that torch.compile, FSDP and activation checkpointing put around a module: a checkpoint that
@@ -74,13 +77,13 @@ class HubNames:
     def of(self, name: str) -> str:
         """The source name of a parameter."""
         if part := _PART.fullmatch(name):
-            whole = f"{part['owner']}.{part['leaf']}"
-            number = int(part["number"])
-            converter = self._converter(whole)
-            assert converter is not None  # a joined linear has one
-            first, *others = converter.target_patterns
-            name = apply_converters(whole, self._converters)[0]
-            name = name if number == 0 else name.replace(first, others[number - 1], 1)
+            whole = f"{part['owner']}.{part['leaf'] or part['of_linear']}"
+            number = int(part["number"] or part["linear"])
+            # other parametrizations than those of models/joined.py have none
+            if (converter := self._converter(whole)) is not None:
+                first, *others = converter.target_patterns
+                name = apply_converters(whole, self._converters)[0]
+                name = name if number == 0 else name.replace(first, others[number - 1], 1)
         renamed: str = apply_renamings(name, self._renamings)
         return renamed
 

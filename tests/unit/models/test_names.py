@@ -247,3 +247,20 @@ def test_a_tensor_that_is_split_for_images_is_missed(kimi):
         InputError, match=r"vision_tower\.layers\.0\.attn\.k_proj\.bias: needed .*\(3 missing\)"
     ):
         NameMap(kimi).bind(names)
+
+
+@pytest.mark.parametrize("family", ["bailing_hybrid", "olmo_hybrid"])
+def test_the_kernels_of_a_joined_convolution_keep_the_names_of_the_checkpoint(family):
+    """They were taken for names of another version, and stock transformers found no convolution.
+
+    huggingface/transformers issue 47407 has such weights filled with random numbers.
+    """
+    sizes = SHAPE | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 1}
+    model = skeleton(CONFIG_MAPPING[family](**sizes))
+    hub = HubNames(model)
+    source = [hub.of(name) for name in model.state_dict()]
+    kernels = {name.split(".")[-2] for name in source if "conv1d" in name}
+    assert kernels == {"q_conv1d", "k_conv1d", "v_conv1d"}
+    found = NameMap(model)
+    assert found.spelled(source, ()) == {}
+    assert found.bind(source).to_source == dict(zip(model.state_dict(), source, strict=True))
