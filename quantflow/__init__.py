@@ -14,12 +14,15 @@ unfinished, leaves alone what is up to date, tells a `Progress` how far it is, r
 raises `QuantflowError`, whose class is the command line's exit code (quantflow.errors).
 
 Everything follows one equation: `real = scale * (qvalue - zero_point)`. Names are imported on first
-use, so `import quantflow` costs nothing.
+use, so `import quantflow` costs nothing. It says how long threads of torch wait for each other,
+where the environment does not (quantflow.cpu_threads).
 """
 
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from quantflow import cpu_threads
 
 if TYPE_CHECKING:
     from quantflow.exporting.artifact_job import ArtifactResult
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from quantflow.validating.job import ValidateResult
 
 __version__ = "0.1.0"
+cpu_threads.sleep_soon()  # before anything imports torch
 _HOMES = {
     "ALGORITHMS": "quantflow.algorithms",
     "ArtifactJob": "quantflow.exporting.artifact_job",

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow import control_group
+
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
 # bytes at the end of the heap that stay free for the next unit; twice as many at most
 KEPT = 24 << 20
@@ -17,7 +19,6 @@ CREATED = 100_000  # new objects between two searches for cycles while a process
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8
 _USUAL = gc.get_threshold()[0]
 _PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,9 @@ def peak_of_children() -> int:
 
 def total_bytes() -> int:
     """Memory of the machine, or of this process's control group where that is less."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group("memory.max")])
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = control_group.memory_limit()
+    return machine if limit is None else min(machine, limit)
 
 
 def available_bytes() -> int:
@@ -155,20 +158,8 @@ def available_bytes() -> int:
     free = total_bytes()
     with suppress(OSError):
         free = _fields(_PROC / "meminfo")["MemAvailable"]
-    for limit, current in zip(_group("memory.max"), _group("memory.current"), strict=False):
-        cache = 0
-        with suppress(OSError, ValueError, StopIteration):
-            lines = (_CGROUP / "memory.stat").read_text().splitlines()
-            cache = next(
-                int(line.split()[1]) for line in lines if line.startswith("inactive_file ")
-            )
-        free = min(free, max(0, limit - current + cache))
-    return free
-
-
-def usable_cores() -> int:
-    """Number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    left = control_group.memory_left()
+    return free if left is None else min(free, left)
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -180,10 +171,3 @@ def _fields(path: Path) -> dict[str, int]:
         if len(parts) == 2 and parts[1] == "kB":
             sizes[name] = int(parts[0]) * 1024
     return sizes
-
-
-def _group(name: str) -> list[int]:
-    """The number in a file of the control group; none where there is no group or no limit."""
-    with suppress(OSError, ValueError):
-        return [int((_CGROUP / name).read_text())]
-    return []

@@ -18,7 +18,7 @@ from quantflow.benching.bench_job import PERCENTILES, BenchJob, KernelJob
 from quantflow.errors import UsageError
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
+from quantflow.stages.cli.options import QUIET, THREADS, job_settings, job_values, offline
 from quantflow.stages.cli.output import show, table
 from quantflow.stages.cli.spelling import BENCH, spelled
 
@@ -31,6 +31,7 @@ from quantflow.stages.cli.spelling import BENCH, spelled
     is_flag=True,
     help="Time each backend, our own and torch's, on one linear, beside a plain read.",
 )
+@THREADS
 @QUIET
 @offline
 def command(

@@ -15,7 +15,7 @@ import click
 from quantflow.measuring.continue_job import ContinueJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
+from quantflow.stages.cli.options import QUIET, THREADS, job_settings, job_values, offline
 from quantflow.stages.cli.output import outline, show
 
 
@@ -52,6 +52,7 @@ def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_s
     help="File that is written, .safetensors.",
 )
 @job_settings("continue", ContinueJob)
+@THREADS
 @QUIET
 @offline
 def continued(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:

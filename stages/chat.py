@@ -23,7 +23,7 @@ from quantflow.reporting.signals import Interrupted
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.partner import Conversation, Partner, TextPiece
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values
+from quantflow.stages.cli.options import DEBUG, QUIET, THREADS, job_settings, job_values
 from quantflow.stages.cli.output import note, write_piece
 
 HELP = (
@@ -34,6 +34,7 @@ HELP = (
 @click.command("chat")
 @click.argument("artifact", required=False)
 @job_settings("chat", ChatJob)
+@THREADS
 @QUIET
 @DEBUG
 def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> None:

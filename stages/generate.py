@@ -29,7 +29,7 @@ from quantflow.runtime.generate_job import (
     echoed,
 )
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
+from quantflow.stages.cli.options import QUIET, THREADS, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show, write_piece
 from quantflow.stages.cli.spelling import GENERATE, spelled
 
@@ -37,6 +37,7 @@ from quantflow.stages.cli.spelling import GENERATE, spelled
 @click.command("generate", cls=spelled(GENERATE))
 @click.argument("artifact")
 @job_settings("generate", GenerateJob)
+@THREADS
 @QUIET
 @offline
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:

@@ -21,7 +21,7 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import bars_wanted, unread_variables
-from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
+from quantflow.stages.cli.options import DEBUG, QUIET, THREADS, job_settings, job_values, origins
 from quantflow.stages.cli.output import show
 
 OLD_NAMES = {
@@ -47,6 +47,7 @@ OLD_NAMES = {
     help="Another name of --max-batch-prefill-tokens.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the command of --engine vllm.")
+@THREADS
 @QUIET
 @DEBUG
 @click.pass_context

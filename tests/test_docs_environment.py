@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 READERS = (  # tests/test_layers.py lets these read the environment and no other
     "quantflow/child_process.py",
     "quantflow/process_memory.py",
+    "quantflow/cpu_threads.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
     "quantflow/core/device.py",

@@ -15,6 +15,8 @@ LIBRARY = [
     "plain_text",
     "progress",
     "settings",
+    "control_group",
+    "cpu_threads",
     "process_memory",
     "child_process",
     "configs",
@@ -95,6 +97,7 @@ LAZY = {
 # code is kept.
 ENVIRONMENT = {
     "quantflow/process_memory.py",  # torch reads there alone how large its pages are
+    "quantflow/cpu_threads.py",  # torch's libgomp reads there alone how long threads wait
     "quantflow/child_process.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
@@ -220,6 +223,7 @@ OFFERED = {
     "quantflow.settings",
     "quantflow.shipped",
     "quantflow.process_memory",
+    "quantflow.cpu_threads",
     "quantflow.files",
     "quantflow.reporting",
     "quantflow.distributed.launch",  # which rank this process is

@@ -20,6 +20,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "team.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -227,6 +229,42 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     }
 }
 
+/* A linear on some tokens, as its units are told. */
+struct job {
+    const struct weight *w;
+    const struct tokens *in;
+    const void *x, *bias;
+    void *y;
+    int64_t tokens;
+};
+
+/* A unit: one token's inputs. Its tile is found from the token alone, so that threads prepare them
+ * in any order. */
+static void prepare_token(const void *told, int64_t t) {
+    const struct job *job = told;
+    int64_t tokens = job->tokens;
+    int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
+    while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
+    prepare(job->w, job->x, t, begin, tile_of(tokens - begin), job->in);
+}
+
+/* 16-row blocks of a unit: few, so that no thread waits long for another's last one. */
+static int64_t blocks_of_unit(int64_t tokens) { return tokens == 1 ? 4 : 2; }
+
+/* A unit: the outputs of some blocks and all tokens. */
+static void multiply_blocks(const void *told, int64_t unit) {
+    const struct job *job = told;
+    int64_t piece = blocks_of_unit(job->tokens), block = unit * piece;
+    for (int64_t t = 0, size; t < job->tokens; t += size) {
+        size = tile_of(job->tokens - t);
+        /* a tile of one token spans more blocks than a unit of several tokens: every other unit
+         * computes it for its neighbour too */
+        int many = blocks_of((int)size);
+        for (int64_t b = block; b < block + piece; b += many)
+            if (b % many == 0) tile(job->w, job->in, b, t, job->bias, job->y, (int)size);
+    }
+}
+
 /* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float.
  * Returns 0, or 1 where there was no memory. */
 int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias,
@@ -246,29 +284,10 @@ int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, cons
     if (!in.x) return 1;
     in.scale = (float *)(in.x + tokens * in.words);
     in.sum = (int32_t *)(in.scale + tokens * w->groups);
-    _Pragma("omp parallel") {
-        /* a token's tile is found from the token alone, so that threads prepare them in any
-         * order */
-        _Pragma("omp for schedule(static)")
-        for (int64_t t = 0; t < tokens; t++) {
-            int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
-            while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
-            prepare(w, x, t, begin, tile_of(tokens - begin), &in);
-        }
-        /* small pieces, so that no thread waits long for another's last one */
-        const int64_t piece = tokens == 1 ? 4 : 2;
-        _Pragma("omp for schedule(static)")
-        for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += piece) {
-            for (int64_t t = 0, size; t < tokens; t += size) {
-                size = tile_of(tokens - t);
-                /* a tile of one token spans more blocks than a piece of several tokens: every other
-                 * piece computes it for its neighbour too */
-                int many = blocks_of((int)size);
-                for (int64_t b = block; b < block + piece; b += many)
-                    if (b % many == 0) tile(w, &in, b, t, bias, y, (int)size);
-            }
-        }
-    }
+    const struct job job = {.w = w, .in = &in, .x = x, .bias = bias, .y = y, .tokens = tokens};
+    const int64_t blocks = (w->rows + 63) / 64 * 4;
+    team_share(prepare_token, &job, tokens, 1);
+    team_share(multiply_blocks, &job, blocks / blocks_of_unit(tokens), 1);
     free(in.x);
     return 0;
 }

@@ -4,8 +4,9 @@ A library is compiled once. It is kept in a cache folder under the hash of all t
 (sources, compiler, flags, CPU). It carries the hash of its own bytes at its end, which is checked
 before it is loaded: a damaged one is compiled again. So is one that another user may write to,
 since whoever writes it can hash it. Processes that need it at once each compile their own, and the
-last renames over the others. It shares torch's OpenMP runtime, so `torch.set_num_threads` says how
-many threads it takes.
+last renames over the others. Sources that include team.h share their loops among the threads of
+team.c, which is one library for all of them. They take as many threads as torch's OpenMP runtime,
+hence as `torch.set_num_threads` says.
 """
 
 import ctypes
@@ -35,6 +36,7 @@ _FLAGS = (
     "-fPIC",
     "-Werror=vla",
 )
+_TEAM = Path(__file__).with_name("team.c")
 _FAST = ("-O3",)
 _CHECKED = (
     "-O1",
@@ -145,16 +147,23 @@ def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
 
 
 def _load(source: Path) -> ctypes.CDLL:
+    if b'#include "team.h"' in source.read_bytes() and source != _TEAM:
+        library(_TEAM)  # the other finds its functions by their names
     compiler = _compiler()
     machine = "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    texts = [
+        path.read_bytes()
+        for path in (source, *sorted({*source.parent.glob("*.h"), *_TEAM.parent.glob("*.h")}))
+    ]
     parts = (*texts, _identity(compiler), " ".join(_flags()).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     path = _cache_folder() / f"{source.stem}-{key[:32]}.so"
     try:
         if not _intact(path):
             _build(source, compiler, path)
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(
+            str(path), mode=ctypes.RTLD_GLOBAL if source == _TEAM else ctypes.RTLD_LOCAL
+        )
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror or error}", _FOLDER) from error
 
@@ -168,7 +177,7 @@ def _build(source: Path, compiler: str, path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library = Path(folder) / path.name
-        command = [compiler, *_flags(), "-o", str(library), str(source), "-lm"]
+        command = [compiler, *_flags(), f"-I{_TEAM.parent}", "-o", str(library), str(source), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             message = next(

@@ -4,7 +4,7 @@ from hashlib import sha256
 
 from torch import Tensor
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.core.parallel import Workers
 from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.digests import Digests
@@ -21,7 +21,7 @@ def tensor_hash(tensor: Tensor) -> str:
 
 def identify(checkpoint: Checkpoint, digests: Digests) -> str:
     """The model's fingerprint; files whose hashes are not cached are read, several at once."""
-    with Workers(process_memory.usable_cores()) as workers:
+    with Workers(cpu_threads.usable_cores()) as workers:
         digests.of_all(
             [checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
 from quantflow.core.device import WORKSPACE_BYTES, Device
@@ -206,7 +206,7 @@ def allow_on_device(need: DeviceMemoryNeed, resources: Resources, device: Device
 
 def _files(plan: Plan) -> DeviceMemoryNeed:
     """File to file: units of every thread as stored and written, and the work of rounding them."""
-    threads = process_memory.usable_cores() + cost.READERS
+    threads = cpu_threads.usable_cores() + cost.READERS
     names = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
     units = -(-cost.UNIT // groups.UNIT_ELEMENTS)
     unit = (

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantflow import process_memory
+from quantflow import cpu_threads, process_memory
 from quantflow.algorithms import TUNE
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
@@ -131,7 +131,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             "bytes": model.stored,
             "notes": notes_of(checkpoint, graph),
         },
-        "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
+        "limits": {"memory": limit, "memory_from": why, "cores": cpu_threads.usable_cores()},
         "calibration": {
             "samples": len(lengths),
             "sequence_length": max(lengths),

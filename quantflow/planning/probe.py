@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.qtensor import QuantizedLinear
@@ -117,7 +117,7 @@ def _probe(
         for name in OBSERVERS
     }
     data = os.urandom(WRITTEN)
-    cores = process_memory.usable_cores()
+    cores = cpu_threads.usable_cores()
     return Speed(
         cores=cores,
         units=cores if device.is_host else 1,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantflow import process_memory
+from quantflow import cpu_threads, process_memory
 from quantflow.core.device import HOST, Device
 from quantflow.errors import ResourceError
 from quantflow.files.disk import free_bytes
@@ -154,7 +154,7 @@ def grant(
     check_disk(need, resources, folder=folder)
     workers = next(
         n
-        for n in range(process_memory.usable_cores(), 0, -1)
+        for n in range(cpu_threads.usable_cores(), 0, -1)
         if need.peak(base=resident, workers=n) <= limit
     )
     return Allowance(

@@ -26,6 +26,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "team.h"
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
@@ -265,23 +267,40 @@ INLINE void apply_norm(Norm norm, const float *x, float *out, int64_t width, flo
     for (int64_t i = 0; norm.bias && i < width; i++) out[i] += norm.bias[i];
 }
 
+/* Do the units of a loop of `size` numbers or products: on all threads where that saves more than
+ * it costs. */
+static void share(Unit work, const void *told, int64_t units, int64_t size, int64_t worth) {
+    team_share(work, told, units, size > worth ? 1 : units > 0 ? units : 1);
+}
+
+typedef struct {
+    float *x, *delta, *out;
+    Norm after, before;
+    int64_t width, centered, late;
+    float eps, residual;
+} AddNorm;
+
+static void add_norm_of_row(const void *told, int64_t row) {
+    const AddNorm *t = told;
+    float *at = t->x + row * t->width, *to = t->out + row * t->width;
+    float *add = t->delta ? t->delta + row * t->width : NULL;
+    const float residual = t->residual;
+    if (t->late) apply_norm(t->before, at, to, t->width, t->eps, t->centered);
+    if (add) {
+        apply_norm(t->after, add, add, t->width, t->eps, t->centered);
+#pragma omp simd
+        for (int64_t i = 0; i < t->width; i++) at[i] += residual * add[i];
+    }
+    if (!t->late) apply_norm(t->before, at, to, t->width, t->eps, t->centered);
+}
+
 /* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it
  * was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. */
 void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows,
               int64_t width, float eps, int64_t centered, float residual, int64_t late) {
     CHECK(x && out && rows >= 0 && width > 0);
-#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
-    for (int64_t row = 0; row < rows; row++) {
-        float *at = x + row * width, *to = out + row * width;
-        float *add = delta ? delta + row * width : NULL;
-        if (late) apply_norm(before, at, to, width, eps, centered);
-        if (delta) {
-            apply_norm(after, add, add, width, eps, centered);
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) at[i] += residual * add[i];
-        }
-        if (!late) apply_norm(before, at, to, width, eps, centered);
-    }
+    AddNorm told = {x, delta, out, after, before, width, centered, late, eps, residual};
+    share(add_norm_of_row, &told, rows, rows * width, WORTH_A_THREAD);
 }
 
 /* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz
@@ -299,25 +318,36 @@ static inline vf activate(vf x, int64_t kind) {
     return x * blend(x < 0.0f, tail, 1.0f - tail);
 }
 
+typedef struct {
+    const float *in;
+    float *out;
+    int64_t width, activation, gated;
+} Gate;
+
+static void gate_row(const void *told, int64_t row) {
+    const Gate *t = told;
+    const int64_t width = t->width, activation = t->activation, gated = t->gated;
+    const float *g = t->in + row * (gated ? 2 : 1) * width, *u = g + (gated ? width : 0);
+    float *out = t->out + row * width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf x = {0}, up = {0};
+        size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
+        if (bytes == sizeof x) x = *(const vf *)(g + i), up = *(const vf *)(u + i);
+        else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
+        x = gated ? (vf)(activate(x, activation) * up) : activate(x, activation);
+        /* a whole register is stored as one: a copy of unknown length is slow */
+        if (bytes == sizeof x) *(vf *)(out + i) = x;
+        else memcpy(out + i, &x, bytes);
+    }
+}
+
 /* out = activation(gate) * up, or activation(up) where there is no gate. in: [rows, 2 width] or
  * [rows, width]; out: [rows, width] */
 void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation,
           int64_t gated) {
     CHECK(in && out && rows >= 0 && width > 0);
-#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *g = in + row * (gated ? 2 : 1) * width, *u = g + (gated ? width : 0);
-        for (int64_t i = 0; i < width; i += LANES) {
-            vf x = {0}, up = {0};
-            size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
-            if (bytes == sizeof x) x = *(const vf *)(g + i), up = *(const vf *)(u + i);
-            else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
-            x = gated ? (vf)(activate(x, activation) * up) : activate(x, activation);
-            /* a whole register is stored as one: a copy of unknown length is slow */
-            if (bytes == sizeof x) *(vf *)(out + row * width + i) = x;
-            else memcpy(out + row * width + i, &x, bytes);
-        }
-    }
+    Gate told = {in, out, width, activation, gated};
+    share(gate_row, &told, rows, rows * width, WORTH_A_THREAD);
 }
 
 /* The sum of all lanes, always in the same order. sums_of_lanes: the sums of four registers,
@@ -438,6 +468,55 @@ INLINE void product_tile(const void *x, const void *weight, float *out, int64_t 
         else for (int j = 0; j < O; j++) out[r * LANES + j] = sum_of_lanes(sum[r][j]);
 }
 
+enum { PANEL = 96 }; /* rows of a product, in bfloat16 */
+
+typedef struct {
+    const void *x, *weight;
+    const float *bias;
+    float *out;
+    int64_t rows, in, outs, x_kind, kind, most;
+} Multiply;
+
+/* LANES outputs of a panel of rows. */
+static void product_of_panel(const void *told, int64_t unit) {
+    const Multiply *t = told;
+    const void *x = t->x, *weight = t->weight;
+    const float *bias = t->bias;
+    float *out = t->out;
+    const int64_t in = t->in, outs = t->outs, x_kind = t->x_kind, kind = t->kind;
+    const int64_t bytes = x_kind == BFLOAT16 ? 2 : 4, lines = (outs + LANES - 1) / LANES;
+    const int64_t panel = unit / lines * t->most, line = unit % lines;
+    const int64_t many = t->rows - panel < t->most ? t->rows - panel : t->most;
+    float sums[PANEL][LANES];
+    int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
+    for (int64_t at = 0, some; at < width; at += some) {
+        some = LANES == 8 && many >= 4 ? 2 : 4;
+        some = width - at < some ? 1 : some;
+        for (int64_t row = 0, size; row < many; row += size) {
+            const char *from = (const char *)x + (panel + row) * in * bytes;
+            size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
+#define TILE_OF(X, KIND, R, O) \
+    if (x_kind == X && kind == KIND && size == R && some == O) \
+        product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
+#define TILES_OF(X, KIND) \
+    TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
+    TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
+    if (LANES == 8) { \
+        TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, \
+            2) \
+    }
+            /* sizes are constants within each call, so that its sums stay in registers */
+            TILES_OF(FLOAT32, FLOAT32)
+            TILES_OF(FLOAT32, BFLOAT16)
+            TILES_OF(BFLOAT16, BFLOAT16)
+        }
+    }
+    for (int64_t row = 0; row < many; row++)
+        for (int64_t j = 0; j < width; j++)
+            out[(panel + row) * outs + begin + j] = sums[row][j]
+                + (bias ? bias[begin + j] : 0);
+}
+
 /* out = x @ weight.T + bias.
  * x: [rows, in]; weight: [outs, in]; out: [rows, outs]. The weight is in float32 or bfloat16
  * (`kind`), x in float32, or in bfloat16 (`x_kind`) where the weight is too.
@@ -450,43 +529,42 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
     CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 &&
           (kind == FLOAT32 || kind == BFLOAT16));
     CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
-    enum { PANEL = 96 }; /* rows, in bfloat16 */
-    const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2, bytes = x_kind == BFLOAT16 ? 2 : 4;
-#pragma omp parallel if (rows * outs * in > PRODUCTS_WORTH_A_THREAD)
-    for (int64_t panel = 0; panel < rows; panel += most) {
-        int64_t many = rows - panel < most ? rows - panel : most;
-#pragma omp for schedule(static) nowait
-        for (int64_t line = 0; line < (outs + LANES - 1) / LANES; line++) {
-            float sums[PANEL][LANES];
-            int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
-            for (int64_t at = 0, some; at < width; at += some) {
-                some = LANES == 8 && many >= 4 ? 2 : 4;
-                some = width - at < some ? 1 : some;
-                for (int64_t row = 0, size; row < many; row += size) {
-                    const char *from = (const char *)x + (panel + row) * in * bytes;
-                    size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
-#define TILE_OF(X, KIND, R, O) \
-    if (x_kind == X && kind == KIND && size == R && some == O) \
-        product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
-#define TILES_OF(X, KIND) \
-    TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
-    TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
-    if (LANES == 8) { \
-        TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, \
-            2) \
-    }
-                    /* sizes are constants within each call, so that its sums stay in registers */
-                    TILES_OF(FLOAT32, FLOAT32)
-                    TILES_OF(FLOAT32, BFLOAT16)
-                    TILES_OF(BFLOAT16, BFLOAT16)
-                }
-            }
-            for (int64_t row = 0; row < many; row++)
-                for (int64_t j = 0; j < width; j++)
-                    out[(panel + row) * outs + begin + j] = sums[row][j]
-                        + (bias ? bias[begin + j] : 0);
+    const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2;
+    Multiply told = {x, weight, bias, out, rows, in, outs, x_kind, kind, most};
+    share(product_of_panel, &told, (rows + most - 1) / most * ((outs + LANES - 1) / LANES),
+          rows * outs * in, PRODUCTS_WORTH_A_THREAD);
+}
+
+typedef struct {
+    const float *logits;
+    int64_t width, *best;
+    float *log_total;
+} Largest;
+
+static void argmax_logsumexp_of_row(const void *told, int64_t row) {
+    const Largest *t = told;
+    const int64_t width = t->width;
+    const float *x = t->logits + row * width;
+    enum { PIECE = 64 * LANES }; /* so many terms are summed in float, their sums in double */
+    vf tops = (vf){0} - INFINITY;
+    int64_t whole = width / LANES * LANES, at = 0;
+    for (int64_t i = 0; i < whole; i += LANES) tops = larger(*(const vf *)(x + i), tops);
+    float top = max_of_lanes(tops);
+    for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
+    while (at < width - 1 && !(x[at] == top)) at++;
+    double total = 0;
+    for (int64_t piece = 0; piece < width; piece += PIECE) {
+        vf sums = {0};
+        for (int64_t i = piece; i < width && i < piece + PIECE; i += LANES) {
+            vf values = weights(x, i, width - i, FLOAT32);
+            if (width - i < LANES)
+                for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
+            vf terms = exponentials(values - top);
+            sums += blend(values == (vf){0} - INFINITY, (vf){0}, terms);
         }
+        total += sum_of_lanes(sums);
     }
+    t->best[row] = at, t->log_total[row] = (float)((double)top + log(total));
 }
 
 /* Of each row of logits [rows, width]: the index of the largest, the lowest of several, and
@@ -494,30 +572,8 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
 void argmax_logsumexp(const float *logits, int64_t rows, int64_t width, int64_t *best,
                       float *log_total) {
     CHECK(logits && best && log_total && rows > 0 && width > 0);
-#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *x = logits + row * width;
-        enum { PIECE = 64 * LANES }; /* so many terms are summed in float, their sums in double */
-        vf tops = (vf){0} - INFINITY;
-        int64_t whole = width / LANES * LANES, at = 0;
-        for (int64_t i = 0; i < whole; i += LANES) tops = larger(*(const vf *)(x + i), tops);
-        float top = max_of_lanes(tops);
-        for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
-        while (at < width - 1 && !(x[at] == top)) at++;
-        double total = 0;
-        for (int64_t piece = 0; piece < width; piece += PIECE) {
-            vf sums = {0};
-            for (int64_t i = piece; i < width && i < piece + PIECE; i += LANES) {
-                vf values = weights(x, i, width - i, FLOAT32);
-                if (width - i < LANES)
-                    for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
-                vf terms = exponentials(values - top);
-                sums += blend(values == (vf){0} - INFINITY, (vf){0}, terms);
-            }
-            total += sum_of_lanes(sums);
-        }
-        best[row] = at, log_total[row] = (float)((double)top + log(total));
-    }
+    Largest told = {logits, width, best, log_total};
+    share(argmax_logsumexp_of_row, &told, rows, rows * width, WORTH_A_THREAD);
 }
 
 static inline uint8_t to_float8(float x) {
@@ -577,55 +633,68 @@ INLINE vf load(const void *cache, int64_t at, int64_t kind) {
     return (vf)(bits | (code & 0x80) << 24 | ((vu)(size == 0x7F) & 0x7FC00000));
 }
 
+typedef struct {
+    const Step *s;
+    const Layer *l;
+    float *qkv;
+    float *out;     /* attention alone writes it */
+    int64_t narrow; /* whether it rounds queries and probabilities */
+} Heads;
+
+static void rope_store_column(const void *told, int64_t at) {
+    const Heads *t = told;
+    const Step *s = t->s;
+    const Layer *l = t->l;
+    const int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    int64_t row = sequence_of(s->first, s->rows, at);
+    int64_t column = s->start[row] + at - s->first[row];
+    int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
+    const float *cos = l->cos + position * l->rotary_dim;
+    const float *sin = l->sin + position * l->rotary_dim;
+    int64_t half = l->rotary_dim / 2;
+    float *x = t->qkv + at * width;
+    if (s->whole_norms) {
+        apply_norm(l->q_norm, x, x, s->query_heads * dim, s->eps, s->centered);
+        apply_norm(l->k_norm, x + s->query_heads * dim, x + s->query_heads * dim,
+                   s->kv_heads * dim, s->eps, s->centered);
+    }
+    for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++, x += dim) {
+        if (!s->whole_norms)
+            apply_norm(h < s->query_heads ? l->q_norm : l->k_norm, x, x, dim, s->eps,
+                       s->centered);
+        /* features i and i + half are a pair, rotated by the angle of the position */
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            float low = x[i], high = x[i + half];
+            x[i] = low * cos[i] - high * sin[i];
+            x[i + half] = high * cos[i + half] + low * sin[i + half];
+        }
+    }
+    /* x has passed queries and keys: it is a head of values, its keys kv_heads before it */
+    for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
+        int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
+        float k = l->key_steps ? l->key_steps[h] : 1;
+        float v = l->value_steps ? l->value_steps[h] : 1;
+        const float *keys = x - s->kv_heads * dim;
+        if (s->kind == BFLOAT16) {
+            store_keys(keys, (uint32_t *)l->keys + (index - lane) * dim / 2 + lane, dim);
+            store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column,
+                         at + 1 == s->first[row + 1], dim);
+            continue;
+        }
+        store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
+              s->kind);
+        store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
+    }
+}
+
 /* Apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
  * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim] */
 void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
-    int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
-    int64_t columns = s->first[s->rows];
-#pragma omp parallel for if (columns > 1 && columns * width > WORTH_A_THREAD)
-    for (int64_t at = 0; at < columns; at++) {
-        int64_t row = sequence_of(s->first, s->rows, at);
-        int64_t column = s->start[row] + at - s->first[row];
-        int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
-        const float *cos = l->cos + position * l->rotary_dim;
-        const float *sin = l->sin + position * l->rotary_dim;
-        int64_t half = l->rotary_dim / 2;
-        float *x = qkv + at * width;
-        if (s->whole_norms) {
-            apply_norm(l->q_norm, x, x, s->query_heads * dim, s->eps, s->centered);
-            apply_norm(l->k_norm, x + s->query_heads * dim, x + s->query_heads * dim,
-                       s->kv_heads * dim, s->eps, s->centered);
-        }
-        for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++, x += dim) {
-            if (!s->whole_norms)
-                apply_norm(h < s->query_heads ? l->q_norm : l->k_norm, x, x, dim, s->eps,
-                           s->centered);
-            /* features i and i + half are a pair, rotated by the angle of the position */
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                float low = x[i], high = x[i + half];
-                x[i] = low * cos[i] - high * sin[i];
-                x[i + half] = high * cos[i + half] + low * sin[i + half];
-            }
-        }
-        /* x has passed queries and keys: it is a head of values, its keys kv_heads before it */
-        for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
-            int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
-            float k = l->key_steps ? l->key_steps[h] : 1;
-            float v = l->value_steps ? l->value_steps[h] : 1;
-            const float *keys = x - s->kv_heads * dim;
-            if (s->kind == BFLOAT16) {
-                store_keys(keys, (uint32_t *)l->keys + (index - lane) * dim / 2 + lane, dim);
-                store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column,
-                             at + 1 == s->first[row + 1], dim);
-                continue;
-            }
-            store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
-                  s->kind);
-            store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
-        }
-    }
+    int64_t width = (s->query_heads + 2 * s->kv_heads) * s->head_dim, columns = s->first[s->rows];
+    Heads told = {.s = s, .l = l, .qkv = qkv};
+    share(rope_store_column, &told, columns, columns * width, WORTH_A_THREAD);
 }
 
 /* A step of the online softmax of T queries. `scores` [T, BLOCK] of the columns from `begin` on
@@ -843,34 +912,30 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
             out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0;
 }
 
-/* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
- * query_heads * head_dim] */
-void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
-    check_step(s, l);
-    int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
-    int64_t group = s->query_heads / s->kv_heads, seen = 0; /* group: queries of a kv head */
-    int64_t narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16;
-    for (int64_t row = 0; row < s->rows; row++)
-        seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
-    int64_t products = seen * TILE * s->kv_heads * dim;
-    /* A unit is a tile of a kv head. The last tiles, which see most columns, come first, so that no
-     * thread is left with one of them at the end. */
-#pragma omp parallel for schedule(dynamic) if (products > PRODUCTS_WORTH_A_THREAD)
-    for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) {
-        int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads;
-        int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
-        int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
-        int64_t first[TILE], end[TILE];
-        const float *q[TILE];
-        float *to[TILE];
-        for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
-            int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1);
-            int64_t column = at / group, query = head * group + at % group;
-            q[g] = qkv + (from + column) * width + query * dim;
-            to[g] = out + ((from + column) * s->query_heads + query) * dim;
-            first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
-            if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
-        }
+/* A unit is a tile of a kv head. The last tiles, which see most columns, come first, so that no
+ * thread is left with one of them at the end. */
+static void attend_unit(const void *told, int64_t unit) {
+    const Heads *t = told;
+    const Step *s = t->s;
+    const Layer *l = t->l;
+    const float *qkv = t->qkv;
+    float *out = t->out;
+    const int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    const int64_t group = s->query_heads / s->kv_heads, narrow = t->narrow;
+    int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads;
+    int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
+    int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
+    int64_t first[TILE], end[TILE];
+    const float *q[TILE];
+    float *to[TILE];
+    for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
+        int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1);
+        int64_t column = at / group, query = head * group + at % group;
+        q[g] = qkv + (from + column) * width + query * dim;
+        to[g] = out + ((from + column) * s->query_heads + query) * dim;
+        first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
+        if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
+    }
 #define ATTEND_TILE(KIND, NARROW, T) \
     if (s->kind == KIND && narrow == NARROW && size == T) \
         attend_tile(s, l, q, to, row, head, first, end, KIND, NARROW, T);
@@ -879,11 +944,36 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     ATTEND_TILE(KIND, NARROW, 3) \
     ATTEND_TILE(KIND, NARROW, 4) \
     ATTEND_TILE(KIND, NARROW, 8)
-        /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call */
-        int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
-        ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
-        if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
-    }
+    /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call */
+    int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
+    ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
+    if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
+}
+
+/* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
+ * query_heads * head_dim] */
+void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
+    check_step(s, l);
+    int64_t seen = 0, tiles = s->tiles[s->rows];
+    for (int64_t row = 0; row < s->rows; row++)
+        seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
+    Heads told = {.s = s, .l = l, .qkv = (float *)qkv, .out = out,
+                  .narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16};
+    share(attend_unit, &told, tiles * s->kv_heads, seen * TILE * s->kv_heads * s->head_dim,
+          PRODUCTS_WORTH_A_THREAD);
+}
+
+typedef struct {
+    const float *x;
+    const int64_t *order;
+    float *room;
+    int64_t width;
+} InOrder;
+
+static void order_row(const void *told, int64_t row) {
+    const InOrder *t = told;
+    for (int64_t i = 0; i < t->width; i++)
+        t->room[row * t->width + i] = t->x[row * t->width + t->order[i]];
 }
 
 /* The inputs of a product [rows, its columns] in the order of its columns, written to `room` where
@@ -892,9 +982,8 @@ static const float *in_order(const Product *p, const float *x, int64_t rows, flo
     if (!p->order) return x;
     int64_t width = p->weight->columns;
     for (int64_t i = 0; i < width; i++) CHECK(p->order[i] >= 0 && p->order[i] < width);
-#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < width; i++) room[row * width + i] = x[row * width + p->order[i]];
+    InOrder told = {x, p->order, room, width};
+    share(order_row, &told, rows, rows * width, WORTH_A_THREAD);
     return room;
 }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from quantflow import cpu_threads
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.core import scheme
 from quantflow.distributed.communicator import Communicator
@@ -129,6 +130,7 @@ def load(
             float16.
     """
     folder, device = Path(folder), torch.device(device)
+    cpu_threads.tell_torch()
     if require_signature is not None:
         trusted = require_signature if isinstance(require_signature, signing.Trusted) else None
         signing.require_signature(

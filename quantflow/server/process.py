@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from quantflow import cpu_threads
 from quantflow.errors import EngineError, QuantflowError, ResourceError
 from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchRequest
@@ -191,6 +193,7 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     where = "" if job.device == "cpu" else f" on {job.device}"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
+    lines.append(f"threads: {torch.get_num_threads()} of {cpu_threads.usable_cores()} usable cores")
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     pool = model.engine.counters().pool
     lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")

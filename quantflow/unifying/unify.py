@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.core.determinism import single_threaded
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
@@ -251,7 +251,7 @@ def _made(
 ) -> tuple[Iterator[Measurement], int]:
     """The measurements to be written, made one after the other, and how many they are."""
     if groups is not None:
-        with Workers(process_memory.usable_cores()) as workers:
+        with Workers(cpu_threads.usable_cores()) as workers:
             opened = open_measurements(metas, workers=workers)
         return unify_each(opened, groups, allow_missing=job.allow_missing), len(groups)
     if len(metas) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.core.determinism import single_threaded
 from quantflow.core.kv import kv_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
@@ -279,7 +279,7 @@ def _divergence(
             keys=dict.fromkeys(streams, "diff"),
             stage="diff",
             progress=progress,
-            workers=process_memory.usable_cores(),
+            workers=cpu_threads.usable_cores(),
         ).scores()[_OTHER]
     return {
         "windows": len(sequences),

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow import process_memory
+from quantflow import cpu_threads, process_memory
 from quantflow.algorithms import TUNE
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import Device, open_device
@@ -262,7 +262,7 @@ def _refuse_other_baseline(
         return
     recorded = set(manifest["source"]["files"].values())
     shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
-    with Workers(process_memory.usable_cores()) as workers:
+    with Workers(cpu_threads.usable_cores()) as workers:
         actual = digests.of_all(shards, map_all=workers.map)
     for path, digest in actual.items():
         if digest not in recorded:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from quantflow import cpu_threads
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import Quantize, Recipe, apply_settings, read_yaml
 from quantflow.settings import Setting, settings_of
@@ -46,6 +47,21 @@ JSON = click.option(
 )
 QUIET = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+def _threads(_context: click.Context, _parameter: click.Parameter, value: int | None) -> None:
+    if value is not None:
+        cpu_threads.take(value)
+
+
+THREADS = click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(min=1),
+    expose_value=False,
+    callback=_threads,
+    help="Threads that compute (default: one per core that this process may use).",
+)
 COMMON = (
     click.option(
         "--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."
@@ -56,6 +72,7 @@ COMMON = (
         "--force", is_flag=True, help="Replace a finished result that was made from other inputs."
     ),
     click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing."),
+    THREADS,
     QUIET,
     click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on."),
     DEBUG,

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
@@ -195,7 +195,7 @@ def test_an_expert_that_saw_nothing_has_the_statistics_of_nothing(measurement):
 def test_the_number_of_workers_changes_no_byte(
     starving, measurement, text_files, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(process_memory, "usable_cores", lambda: 1)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 1)
     alone = measured(starving, tmp_path / "m", text_files["calibration"])
     for name in ("statistics.safetensors", "measurement.json"):
         assert (alone / name).read_bytes() == (measurement / name).read_bytes()

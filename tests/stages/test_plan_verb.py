@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.exporting import export as export_stage
 from quantflow.files import checkpoint as checkpoint_module
@@ -151,7 +151,7 @@ def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned,
 
 
 def test_a_smaller_limit_takes_a_worker(planned, llama, monkeypatch):
-    monkeypatch.setattr(process_memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 2)
     wide = planned(llama, "--for", "FP8")["stages"][0]
     limit = wide["peak_memory"] - 1
     narrow = planned(llama, "--for", "FP8", "--max-memory", f"{limit}B")["stages"][0]

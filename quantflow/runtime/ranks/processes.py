@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from quantflow import cpu_threads
 from quantflow.distributed.binding import cores_of
 from quantflow.distributed.communicator import Communicator
 from quantflow.distributed.launch import (
@@ -158,7 +159,7 @@ def start(
         QuantflowError: a rank failed.
     """
     check(verb, job, world=world)
-    threads = max(1, torch.get_num_threads() // world)
+    threads = max(1, cpu_threads.tell_torch() // world)
     result: dict[str, Any] | None = launch(
         verb,
         job,

@@ -420,7 +420,7 @@ def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
             assert torch.allclose(
                 found[name], wanted[name], rtol=0, atol=1e-6 * wanted[name].abs().max().item()
             )
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").glob("kernels-*.so"))) == 1
 
 
 def test_a_nan_whose_bits_are_all_set_is_not_rounded_to_a_number():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantflow import process_memory
+from quantflow import cpu_threads, process_memory
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
@@ -310,7 +310,7 @@ NEED = MemoryNeed(stage="measure", peaks=((100 * MB, 50 * MB),), result=1 * MB)
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of two cores, 1 GB of memory and 900 MB free."""
-    monkeypatch.setattr(process_memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 2)
     monkeypatch.setattr(process_memory, "total_bytes", lambda: 1000 * MB)
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MB)
 
@@ -435,4 +435,4 @@ print(before.resident >= before.anonymous + before.file > 0)
 
 def test_the_machine_has_memory_and_cores():
     assert 0 < process_memory.available_bytes() <= process_memory.total_bytes()
-    assert process_memory.usable_cores() >= 1
+    assert cpu_threads.usable_cores() >= 1

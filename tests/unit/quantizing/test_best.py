@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.algorithms import COMBINATIONS, yaqa
 from quantflow.core import determinism
 from quantflow.errors import StatisticsError, UsageError
@@ -225,7 +225,7 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
         options=Measure(stats=("gradient",)),
     )
     once = rank_folder(measure.run(job, QUIET), 0, 1)
-    monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 3)
     job = replace(job, output=tmp_path / "2")
     with pytest.raises(Stopped):
         measure.run(job, stopping(inside="sequence 3 of 6"))

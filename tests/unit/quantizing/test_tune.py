@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow import process_memory
+from quantflow import cpu_threads
 from quantflow.algorithms import COMBINATIONS, tune
 from quantflow.core import determinism
 from quantflow.errors import UnsupportedError, UsageError
@@ -353,7 +353,7 @@ def test_what_was_smoothed_goes_on_wherever_it_was_killed(
 
 
 def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
-    monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 3)
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
 
 

@@ -1,0 +1,90 @@
+"""Tests of the number of threads, and of how long they wait for each other."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from quantflow import control_group, cpu_threads
+from quantflow.stages.cli import cli
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Leave torch and the module as they were."""
+    monkeypatch.setattr(cpu_threads, "_given", None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(0.2, 1), (1.0, 1), (None, CORES), (1000, CORES)])
+def test_a_quota_bounds_the_cores(monkeypatch, quota, cores):
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
+    assert cpu_threads.usable_cores() == cores
+
+
+def test_a_part_of_a_core_counts_as_one(monkeypatch):
+    # ollama/ollama#17916: a container with a quota on a host of many cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: 1.5)
+    assert cpu_threads.usable_cores() == 2
+
+
+def test_torch_is_told_of_a_quota_alone(monkeypatch):
+    torch.set_num_threads(3)
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: 1.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's word
+    assert cpu_threads.tell_torch() == 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert cpu_threads.tell_torch() == 1 == torch.get_num_threads()
+
+
+def test_a_smaller_number_of_the_caller_stays(monkeypatch):
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: None)
+    torch.set_num_threads(1)
+    assert cpu_threads.tell_torch() == 1
+
+
+def test_a_given_number_wins(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cpu_threads.take(3)
+    assert (cpu_threads.usable_cores(), cpu_threads.tell_torch()) == (3, 3)
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "chat", "bench", "measure", "quantize"])
+def test_verbs_that_compute_take_a_number(verb, tmp_path):
+    found = CliRunner().invoke(cli, [verb, str(tmp_path / "none"), "--threads", "0"])
+    assert found.exit_code == 2 and "--threads" in found.output
+    CliRunner().invoke(cli, [verb, str(tmp_path / "none"), "--threads", "3"])
+    assert cpu_threads.usable_cores() == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, cpu_threads.READS),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_threads_sleep_soon_where_the_environment_says_nothing(given, found):
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    script = (
+        "import quantflow, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, **given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == [found, "False"]  # torch reads the environment when it comes
