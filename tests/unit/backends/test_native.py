@@ -49,7 +49,7 @@ def built(cache, monkeypatch):
 
     def build(path: Path) -> Path:
         with monkeypatch.context() as patched:
-            patched.setattr(native.ctypes, "CDLL", lambda _: None)
+            patched.setattr(native.ctypes, "CDLL", lambda _, **kept: None)
             native._load(path)
         (library,) = cache.iterdir()
         return library
