@@ -7,7 +7,7 @@ template does not know is put in another way, or refused.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
@@ -117,6 +117,21 @@ def with_tools(
     content = messages[place].get("content") or ""
     added = {**messages[place], "content": f"{content}{text}"}
     return [*messages[:place], added, *messages[place + 1 :]]
+
+
+def with_read_names(options: Mapping[str, Any], read: Collection[str]) -> Mapping[str, Any]:
+    """Variables under the names that the template reads.
+
+    Clients say `enable_thinking`, as Qwen's templates do; DeepSeek's and Granite's read `thinking`.
+
+    Args:
+        options: variables by name.
+        read: names that the template reads.
+    """
+    said, meant = "enable_thinking", "thinking"
+    if said not in options or said in read or meant not in read or meant in options:
+        return options
+    return {meant if name == said else name: value for name, value in options.items()}
 
 
 def goes_on(messages: Messages) -> bool:

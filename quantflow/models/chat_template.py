@@ -161,6 +161,7 @@ def render(
     read = process.variables(chosen) if shown or options else frozenset[str]()
     if shown and "tools" not in read and formed:
         messages, shown = chat_form.with_tools(messages, shown, prompt=tool_prompt), None
+    options = chat_form.with_read_names(options, read) if formed else options
     order = {
         "template": chosen,
         "messages": [

@@ -121,6 +121,12 @@ def arguments(source: AnswerSource) -> Steps[bool]:
     return value is not None
 
 
+def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The properties of a schema, which a client wrote: what is no object has none."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
 def loaded(text: str | None) -> Any:
     """The value of JSON; None where it is none."""
     try:

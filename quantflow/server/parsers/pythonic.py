@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from quantflow.server.parsers.deltas import ArgumentsDelta, CallDelta, TextDelta
-from quantflow.server.parsers.json_calls import Tools, json_calls
+from quantflow.server.parsers.json_calls import Tools, json_calls, properties
 from quantflow.server.parsers.source import AnswerSource, Steps
 
 OPENINGS = ("<|python_start|>", "<|tool_call_start|>")
@@ -52,7 +52,7 @@ def python_call(source: AnswerSource, tools: Tools) -> Steps[bool]:
     source.recorded()
     yield CallDelta(name)
     yield ArgumentsDelta("{")
-    names = iter(tools[name].get("properties", {}))
+    names = iter(properties(tools[name]))
     between = ""
     while True:
         yield from source.space()

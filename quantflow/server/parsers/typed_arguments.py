@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantflow.server.parsers.deltas import ArgumentsDelta
+from quantflow.server.parsers.json_calls import properties
 from quantflow.server.parsers.pythonic import read_literal
 from quantflow.server.parsers.source import AnswerSource, Steps
 
@@ -46,7 +47,7 @@ class TypedArguments:
         Returns:
             The end; None where the text ended without one.
         """
-        kinds = kinds_of(self._schema.get("properties", {}).get(name), self._schema)
+        kinds = kinds_of(properties(self._schema).get(name), self._schema)
         if kinds == {"string"}:
             yield ArgumentsDelta('"')
             end = yield from source.until(*ends, wrap=_in_string)
@@ -59,26 +60,41 @@ class TypedArguments:
         return end
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows, as far as it says them; none where it says nothing."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    said = schema.get("type")
-    if isinstance(said, str):
-        return {said}
-    if isinstance(said, list):
-        return {one for one in said if isinstance(one, str)}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return {_KINDS[type(value)] for value in values}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return kinds_of(found, root, depth - 1)
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
-    return set().union(*(kinds_of(part, root, depth - 1) for part in parts))
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows, as far as it says them; none where it says nothing.
+
+    Args:
+        schema: schema of a value.
+        root: schema that its references lead into.
+    """
+    kinds: set[str] = set()
+    met: set[str] = set()  # references, which may lead to each other
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        said = one.get("type")
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if isinstance(said, str | list):
+            kinds.update([said] if isinstance(said, str) else map(str, said))
+        elif isinstance(values, list):
+            kinds.update(_KINDS[type(value)] for value in values)
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference not in met:
+            met.add(reference)
+            waiting.append(_referred(reference, root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting.extend(parts if isinstance(parts := one.get(key), list) else ())
+    return kinds
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def typed(text: str, kinds: set[str]) -> Any:

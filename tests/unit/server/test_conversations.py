@@ -349,6 +349,16 @@ def test_fields_of_thinking_reach_the_template(qwen, fields, end):
     assert prompt(qwen, **fields).endswith(end)
 
 
+def test_thinking_is_enabled_under_the_name_that_the_template_reads(servers):
+    """DeepSeek V3.1 reads `thinking`, and sets it first where it is missing."""
+    template = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}\
+{{ messages[-1].content }}{{ '<think>' if thinking else '</think>' }}"""
+    assert prompt(servers(template)) == "hi</think>"
+    assert prompt(servers(template), enable_thinking=True) == "hi<think>"
+    kwargs = {"thinking": False, "enable_thinking": True}
+    assert prompt(servers(template), chat_template_kwargs=kwargs) == "hi</think>"
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_of_the_history_reaches_the_template(qwen, name):
     earlier = {"role": "assistant", "content": "Four.", name: "Hm."}

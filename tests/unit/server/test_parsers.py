@@ -417,6 +417,33 @@ def test_an_answer_goes_on_where_its_prompt_ended():
                 ) == [ReasoningDelta("Hm.")]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": []},
+        {"properties": {"x": 5}},
+        {"properties": {"x": {"anyOf": 5, "type": {}, "enum": "a", "$ref": 1}}},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+        {"properties": {"x": {"anyOf": [{"$ref": "#/properties/x"}] * 50}}},
+        {"properties": {"x": {"$ref": "http://elsewhere/x"}}},
+        {"properties": {"x": {"type": ["integer", 5]}}},
+    ],
+    ids=str,
+)
+def test_a_schema_that_is_none_leaves_the_arguments(schema):
+    tools = {"f": schema}
+    for calls, text in (
+        ("qwen_coder", "<function=f><parameter=x>5</parameter></function>"),
+        ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>5</arg_value></tool_call>"),
+        ("pythonic", "[f(x=5)]"),
+    ):
+        assert read([text], calls=calls, tools=tools) == [
+            CallDelta("f"),
+            ArgumentsDelta('{"x": 5}'),
+        ]
+    assert read(["[f(5)]"], calls="pythonic", tools=tools)[0] == CallDelta("f")
+
+
 def test_of_several_calls_the_first_alone_is_handed_on():
     text = '{"name": "clock"}; {"name": "weather", "parameters": {"city": "Rome"}}'
     assert read([text], parallel=False) == CLOCK
