@@ -183,6 +183,13 @@ class RemotePartner:
             raise self._gone(error) from error
         if response.status == 200:
             return response
+        if 300 <= response.status < 400:  # not followed: the key is for this server alone
+            with response:
+                place = response.getheader("Location", "nowhere")[:_SHOWN]
+            raise InputError(
+                f"{job.url}{path}: status {response.status}, which leads to {place}",
+                "give the URL of the server that answers",
+            )
         with response, suppress(InputError):
             said = parse_json(self._body(response), "error")
         text = _message(said)[:_SHOWN] or f"status {response.status}"

@@ -8,6 +8,8 @@ const by = (id) => document.getElementById(id);
 const narrow = matchMedia("(max-width: 760px)");
 const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "seed"];
 const FIELDS = ["system", "max_tokens", "stop", ...NUMBERS];
+// what counts where neither the reader nor the model says anything
+const UNSET = { temperature: "1", top_p: "all", top_k: "all", repetition_penalty: "1" };
 const SAVED_EVERY = 1000; // milliseconds while an answer grows
 const COMPLETED = 256; // new tokens of a text that is continued, where none are asked for
 let conversation = store.fresh();
@@ -149,7 +151,13 @@ async function answer(message, more = false) {
 
 function failed(message, error) {
   message.error = error.message;
-  if (error instanceof Unauthorized) by("key_row").hidden = false;
+  if (error instanceof Unauthorized) askForKey();
+}
+
+function askForKey() {
+  by("key_row").hidden = false;
+  by("settings").open = true;
+  menu(narrow.matches);
 }
 
 function ask(text) {
@@ -313,6 +321,9 @@ async function connect() {
     row("Longest request", `${info.max_total_tokens} tokens`);
     row("Requests at once", info.max_concurrent_requests);
     row("Hash", card.digest);
+    for (const [id, otherwise] of Object.entries(UNSET)) {
+      by(id).placeholder = info.generation_defaults?.[id] ?? otherwise;
+    }
     by("models").replaceChildren(...data.map((one) => new Option(one.id, one.id)));
     by("models").hidden = data.length < 2;
     const { model } = store.parameters();
@@ -323,7 +334,7 @@ async function connect() {
       choose("complete");
     }
   } catch (error) {
-    if (error instanceof Unauthorized) by("key_row").hidden = false;
+    if (error instanceof Unauthorized) askForKey();
     tell(error.message);
   }
 }
@@ -373,7 +384,10 @@ for (const next of ["chat", "complete"]) {
 }
 by("parameters").addEventListener("submit", (event) => event.preventDefault());
 by("parameters").addEventListener("input", keepParameters);
-by("parameters").addEventListener("reset", () => setTimeout(keepParameters)); // after it is done
+by("defaults").addEventListener("click", () => { // no reset: the key stays
+  for (const id of FIELDS) by(id).value = "";
+  keepParameters();
+});
 by("models").addEventListener("change", keepParameters);
 by("key").addEventListener("change", connect);
 by("theme").addEventListener("click", () => {

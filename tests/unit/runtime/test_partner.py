@@ -230,6 +230,12 @@ def test_what_is_no_strict_json_of_bounded_length_ends_with_a_sentence(data, ser
         served(http(data, status="500 No"))
 
 
+def test_a_redirect_is_told_and_not_followed(served):
+    moved = http(b"", status="307 Moved", headers="Location: https://other/v1/\r\n")
+    with pytest.raises(InputError, match="status 307, which leads to https://other/v1/"):
+        served(moved)
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -427,6 +427,7 @@ def test_an_answer_is_made_again_and_a_message_edited_and_a_cut_answer_goes_on(b
     browser.press("Edit", "document.querySelector('.turn.user')")
     assert browser.run("return document.querySelector('.edit').value") == "first"
     browser.run("document.querySelector('.edit').value = 'changed'")
+    browser.picture("edit-1300")
     browser.press("Send", "document.querySelector('.turn.user')")
     idle(browser)
     assert asked(browser)[4]["messages"] == [{"role": "user", "content": "changed"}]
@@ -478,6 +479,7 @@ def test_conversations_and_parameters_outlive_a_reload(server, browser, canned):
         "second",
         "first <b>question</b>",
     ]
+    browser.picture("conversations-1300")
     browser.run(f"{names}[1].click()")
     assert texts(browser) == ["first <b>question</b>", "one"]
     browser.press("Go on")
@@ -533,6 +535,9 @@ def test_every_parameter_can_be_reached_on_a_phone(server, browser):
 @pytest.mark.slow
 def test_a_key_is_asked_for_and_a_mistake_is_told(serve, browser):
     with serve(api_key="secret") as server:
+        browser.open(server.url, 390, 844)
+        browser.wait("document.getElementById('state').textContent === 'Unauthorized'")
+        browser.click("#key")  # the menu that holds it is open
         browser.open(server.url, 1300, 850)
         browser.wait("document.getElementById('state').textContent === 'Unauthorized'")
         browser.write("#key", "secret")
@@ -543,7 +548,10 @@ def test_a_key_is_asked_for_and_a_mistake_is_told(serve, browser):
         browser.click("#send")
         told = browser.wait("document.querySelector('.turn.bad .note')?.textContent")
         assert "`temperature` must be strictly positive" in told
+        browser.picture("error-1300")
         assert "secret" not in json.dumps(browser.run("return {...localStorage}"))
+        browser.click("#defaults")
+        assert browser.run("return document.getElementById('key').value") == "secret"
         # the question that was refused is not asked a second time
         browser.run("document.getElementById('temperature').value = 0")
         browser.run("document.getElementById('max_tokens').value = 3")
