@@ -5,6 +5,8 @@ test_device_quantize.py has those of quantizing.
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "tests",

@@ -64,6 +64,7 @@ def files(root):
     }
 
 
+@pytest.mark.slow
 def test_a_test_counts_where_it_fails_with_the_mutation_and_passes_without(
     mutations, repository, tmp_path
 ):

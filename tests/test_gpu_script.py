@@ -490,6 +490,7 @@ def test_a_kernel_with_wrong_outputs_is_found(part, place, monkeypatch):
     assert found["claim"] and not any(line["met"] for line in found["claim"])
 
 
+@pytest.mark.slow
 def test_a_scheme_that_does_not_run_leaves_the_others(part, place, monkeypatch):
     speed = part("_gpu.speed")
     made = speed.random_model

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("open", "write", "fsync", "rename", "unlink")
 PROMISED = {"EIO": 3, "ENOSPC": 5, "KILL": -9}
 STAGES = (

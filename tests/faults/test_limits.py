@@ -14,6 +14,8 @@ from collections import Counter
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STAGES = (
     *("measure", "measure-gradients", "quantize", "file-to-file", "unify", "unify-shards"),
     *("export", "export-shards", "export-replace", "validate", "run"),

@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def kill(command, generator: random.Random, *, wanted: int) -> int:
     """Kill runs until so many kills have landed; the number of runs.

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Outside a step the first of two signals stops the run, before the second is sent.
 CODES = {"TERM": {143}, "INT": {130}, "INT+TERM": {130, 143}}
 WORDS = {130: "interrupted", 143: "terminated"}

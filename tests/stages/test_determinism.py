@@ -70,6 +70,7 @@ def run_recipe(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     return manifest
 
 
+@pytest.mark.slow
 def test_the_digest_depends_on_the_recipe_and_the_seed_and_on_no_folder(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:

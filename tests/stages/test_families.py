@@ -240,6 +240,7 @@ def relative_difference(model: Path, artifact: Path) -> float:
 FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "entry", "bound"),
     [

@@ -235,6 +235,7 @@ def test_inspect_says_which_part_of_a_model_a_gguf_file_is(tmp_path, capsys):
     assert run("inspect", path) == 0 and "part: 2 of 3" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
     line = ("quantize", llama, "-o", tmp_path / "a", "--scheme", "Q4_0", "--algorithm", "rtn", "-q")
     assert run(*line) == 0

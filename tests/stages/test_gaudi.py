@@ -617,6 +617,7 @@ def test_what_needs_more_than_maxima_is_refused(tmp_path, exported, llama, refus
     assert needs in said and "Gaudi's files hold maxima alone" in said
 
 
+@pytest.mark.slow
 def test_a_configuration_alone_quantizes_fp8_from_the_files_that_it_names(
     tmp_path, exported, llama, monkeypatch, capsys
 ):

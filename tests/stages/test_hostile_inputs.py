@@ -524,6 +524,7 @@ def test_a_run_of_ranks_that_are_none_is_a_usage_error(
     assert said in refused(2, "run", recipe, "-o", tmp_path / "out", "-q")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [None, "/dev/null/home"])
 def test_verbs_work_for_a_user_without_a_home_or_with_one_that_cannot_be_written(
     home, made, llama, text_files, tmp_path, refused, monkeypatch

@@ -12,6 +12,8 @@ import pytest
 import quantflow
 from quantflow.planning.recipe import Quantize
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, sys
 from types import SimpleNamespace

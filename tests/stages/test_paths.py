@@ -138,6 +138,7 @@ def test_a_model_in_a_folder_of_255_bytes_is_read(llama, tmp_path, said):
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_a_current_folder_whose_name_is_no_utf_8_is_worked_in(llama, tmp_path):
     folder = os.fsencode(tmp_path) + b"/\xff\xfe\x1b"
     os.mkdir(folder)

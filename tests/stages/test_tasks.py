@@ -107,6 +107,7 @@ def test_a_task_of_a_yaml_and_json_lines_is_asked_without_a_network(validate, tm
     assert "\r" not in printed.err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -31,6 +31,8 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
 from quantflow.unifying.job import UnifyJob
 
+pytestmark = pytest.mark.slow
+
 QUIET = ProgressLine(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
 SAMPLES = 5

@@ -413,6 +413,7 @@ def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in
     ]
 
 
+@pytest.mark.slow
 def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
     ranks(tmp_path / "m", dp=4)
     line = [
@@ -701,6 +702,7 @@ def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
         assert [amax(tmp_path / f"u{world}", rank, world) for rank in range(world)] == expected
 
 
+@pytest.mark.slow
 def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_the_command_continues(tmp_path):
     ranks(tmp_path / "m", dp=64)
     for limit, code in ((40, 5), (120, 0)):

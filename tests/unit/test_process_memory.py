@@ -15,6 +15,7 @@ def _told(program: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_cycles_are_searched_for_as_usual_again_once_a_model_is_made() -> None:
     program = """
 import gc

@@ -312,6 +312,7 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "told"),
     [

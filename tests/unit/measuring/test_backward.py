@@ -183,6 +183,7 @@ def test_labels_belong_to_the_seed_and_the_number_of_the_sequence():
     assert torch.equal(drawn[1, 0], torch.rand(4, generator=generator_for(1, 0)))
 
 
+@pytest.mark.slow
 def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_of_a_weight_makes(
     tmp_path,
 ):

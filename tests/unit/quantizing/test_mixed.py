@@ -207,6 +207,7 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["found"]
 
 
+@pytest.mark.slow
 def test_within_a_divergence_the_fewest_bits_are_chosen_by_measuring_and_a_stopped_run_goes_on(
     mixed, llama, measured, tmp_path
 ):

@@ -47,6 +47,7 @@ def said(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_compiled_modules_say_the_tokens_of_those_that_are_not(llama, compiling, capsys):
     expected = said(capsys, llama, "--decoder", "transformers")
     assert not compiling

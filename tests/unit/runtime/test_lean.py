@@ -455,6 +455,7 @@ def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, ex
     assert (chosen[0] == chosen[1]).float().mean() >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8"])
 def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(
     scheme, make_artifact, tmp_path

@@ -111,6 +111,7 @@ def test_numpy_reads_what_is_written(tmp_path):
     assert same(read_npz(tmp_path / "a.npz"), TABLE)
 
 
+@pytest.mark.slow
 def test_what_is_written_has_one_byte_form_and_no_time(tmp_path):
     program = (
         "import numpy as np, sys; from quantflow.formats.gaudi.restricted_npz import npz_bytes; "
