@@ -128,6 +128,7 @@ async function answer(message, more = false) {
         saved = performance.now();
       }
     }
+    if (message.finish === undefined) throw new Error("the answer broke off");
     const total = usage ? usage.prompt_tokens + usage.completion_tokens : 0;
     if (message.finish === "length" && total >= context()) message.finish = "full";
   } catch (error) {

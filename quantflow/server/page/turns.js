@@ -11,8 +11,8 @@ const ENDS = {
 const THINK = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
 
 // Reasoning and text of an answer: of the server, or what stands in <think> at its beginning.
-export function parted({ reasoning, content }) {
-  const found = reasoning ? null : THINK.exec(content);
+export function parted({ role, reasoning, content }) {
+  const found = role === "assistant" && !reasoning ? THINK.exec(content) : null;
   return found
     ? { reasoning: found[1], text: content.slice(found[0].length) }
     : { reasoning: reasoning ?? "", text: content };
@@ -47,8 +47,8 @@ export class Turn {
   draw({ tokens, running, last }) {
     const { message } = this;
     const coloured = tokens && message.tokens?.length > 0;
-    const isAnswer = message.role === "assistant";
-    const { reasoning, text } = isAnswer ? parted(message) : { text: message.content };
+    const isAnswer = message.role !== "user";
+    const { reasoning, text } = parted(message);
     this.thoughts.hidden = coloured || !reasoning?.trim();
     if (!this.thoughts.hidden) {
       this.thoughts.firstChild.textContent = running && !text ? "Reasoning …" : "Reasoning";
@@ -57,7 +57,9 @@ export class Turn {
     this.drawWords(text, coloured);
     this.box.classList.toggle("bad", message.error !== undefined);
     this.box.classList.toggle("running", running);
-    const told = [message.note, ENDS[message.finish] ?? message.finish, message.error];
+    const lost = isAnswer && !running && !message.finish && !message.error; // by a reload
+    const end = lost ? "broken off" : ENDS[message.finish] ?? message.finish;
+    const told = [message.note, end, message.error];
     this.note.textContent = told.filter(Boolean).join(" · ");
     this.buttons.replaceChildren(...(running ? [] : this.possible(last)));
   }
@@ -81,8 +83,7 @@ export class Turn {
     const found = [];
     const add = (name, run) => found.push(actionButton(name, run));
     if (message.content) {
-      const text = message.role === "assistant" ? parted(message).text : message.content;
-      found.push(copyButton((message.given ?? "") + text));
+      found.push(copyButton((message.given ?? "") + parted(message).text));
     }
     if (message.role === "user") add("Edit", () => this.edit());
     else add(message.error === undefined ? "Regenerate" : "Try again", () => actions.again(message));

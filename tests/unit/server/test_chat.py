@@ -147,3 +147,12 @@ def test_a_file_gets_the_answer_as_it_is_and_no_reasoning(hostile, talk):
 def test_reasoning_can_be_left_out(hostile, talk):
     code, out, _ = talk("--url", hostile, "--no-reasoning", lines="one\n", terminal=True)
     assert code == 0 and "hm" not in out and "text" in out
+
+
+def test_a_prompt_that_opens_the_reasoning_itself_is_known(artifact, template, talk, tmp_path):
+    opened = tmp_path / "thinks.jinja"
+    opened.write_text(template.read_text().replace("assistant:{%", "assistant: <think>\n{%"))
+    code, out, err = talk(artifact, "--chat-template", opened, lines="def\n")
+    assert (code, out) == (0, "\n") and "12 tokens" in err  # all of it is reasoning
+    code, out, _ = talk(artifact, "--chat-template", opened, lines="def\n", terminal=True)
+    assert code == 0 and "\x1b[2m" in out

@@ -502,6 +502,29 @@ def test_conversations_and_parameters_outlive_a_reload(server, browser, canned):
 
 
 @pytest.mark.slow
+def test_an_answer_that_broke_off_says_so_and_can_go_on(browser, canned):
+    canned(["one ", None], ["two", "stop"])
+    say(browser, "first")
+    note = "document.querySelector('.assistant .note').textContent"
+    assert "the answer broke off" in browser.run(f"return {note}")
+    browser.press("Go on")
+    idle(browser)
+    assert texts(browser) == ["first", "one two"] and "ended" in browser.run(f"return {note}")
+    # what a reload in the middle of an answer leaves
+    browser.run(
+        "const [name] = Object.keys(localStorage).filter((one) => one.includes('conversation.'));"
+        "const kept = JSON.parse(localStorage[name]);"
+        "delete kept.messages[1].finish;"
+        "localStorage[name] = JSON.stringify(kept);"
+    )
+    canned(["three", "stop"])
+    assert "broken off" in browser.run(f"return {note}")
+    browser.press("Go on")
+    idle(browser)
+    assert texts(browser) == ["first", "one twothree"]
+
+
+@pytest.mark.slow
 def test_where_the_browser_keeps_nothing_the_page_still_answers(browser, canned):
     canned(["one", "stop"], ["two", "stop"])
     browser.run("Storage.prototype.setItem = () => { throw new DOMException('full'); }")
