@@ -65,6 +65,15 @@ def encoding_of(
         raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the tokens that a text is decoded without: named ones, and those flagged as special.
+
+    A tokenizer names few of them: Llama 3 flags `<|eot_id|>` and names it nowhere.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {i for i, one in added.items() if one.special}
+
+
 def refuse_beyond(
     tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str
 ) -> None:

@@ -100,7 +100,8 @@ class LocalPartner:
                     raise event.error
                 if event.id is not None:
                     self.tokens += 1
-                    text.put(event.id)
+                    if event.finish is not FinishReason.EOS:  # an end token is no part of a text
+                        text.put(event.id)
                 if event.finish not in (None, FinishReason.CANCELLED):
                     text.end()
                 for piece in pieces:

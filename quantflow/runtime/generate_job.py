@@ -27,6 +27,11 @@ EXACT_HELP = (
     "next to nothing)."
 )
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
+GENERATION_CONFIGS = ("auto", "vllm", "none")
+GENERATION_CONFIG_HELP = (
+    "Sampling where a request says nothing: auto as the model's generation_config.json says; none, "
+    "or vllm (its word for it), as the interface says."
+)
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
 COMPILE_HELP = "Run transformers' modules, compiled by torch.compile at the first token (minutes)."

@@ -137,7 +137,11 @@ def _continue(
         )
         spoken = (
             _Spoken(
-                tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream
+                tokenizer,
+                echoed(shown(prompts[0]), chat=chat) if echo else "",
+                rows[0],
+                stream,
+                ends=options["eos_token_id"],
             )
             if alone
             else None
@@ -155,7 +159,7 @@ def _continue(
             strict=True,
         ):
             tokens = _own(row[: room[i]], options["eos_token_id"], options["stop"])
-            text = continuation(tokenizer, rows[i], tokens)
+            text = continuation(tokenizer, rows[i], tokens, ends=options["eos_token_id"])
             outputs.append({"prompt": shown(prompts[i]), "text": text, "tokens": tokens})
         taken, made = (
             time.perf_counter() - since,
@@ -363,10 +367,15 @@ class _Spoken:
         prompt: str,
         tokens: Sequence[int],
         stream: Callable[[str], None],
+        *,
+        ends: Sequence[int],
     ) -> None:
-        self._prompt, self._stream = prompt, stream
+        self._prompt, self._stream, self._ends = prompt, stream, ends
         self._text = TextStream(tokenizer, tokens, tell=self._tell)
-        self.put = self._text.put
+
+    def put(self, token: int) -> None:
+        if token not in self._ends:
+            self._text.put(token)
 
     def end(self) -> None:
         self._text.end()

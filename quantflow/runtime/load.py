@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,27 +15,23 @@ from quantflow.core import scheme
 from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files import signing
-from quantflow.files.canonical import read_json
-from quantflow.files.checkpoint import CONFIG, Checkpoint
 from quantflow.files.manifest import read_manifest, rounds_inputs
 from quantflow.files.outputs import beside
-from quantflow.files.schema import Between, check
 from quantflow.files.side_file_kinds import TOKENIZER_FILES
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
 from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.generation_config import end_tokens
 from quantflow.runtime.ranks.tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GENERATION = "generation_config.json"
 _MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
     {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
 )
-TokenId = Annotated[int, Between(0, 2**31 - 1)]
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -52,7 +48,7 @@ class Loaded:
             which has no modules.
         reasons: why a faster way was not taken, in sentences; empty where the fastest was.
         tokenizer: None when the artifact has no tokenizer files.
-        eos_token_ids: tokens that end a text.
+        eos_token_ids: tokens that end a text (`quantflow.runtime.generation_config.end_tokens`).
     """
 
     artifact: Artifact
@@ -248,36 +244,14 @@ def loaded(
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
     checkpoint = artifact.checkpoint
+    tokenizer = (
+        None if TOKENIZER_FILES.isdisjoint(checkpoint.files) else load_tokenizer(checkpoint.folder)
+    )
     return Loaded(
         artifact=artifact,
         decoder=decoder,
         model=model,
         reasons=reasons,
-        tokenizer=None
-        if TOKENIZER_FILES.isdisjoint(checkpoint.files)
-        else load_tokenizer(checkpoint.folder),
-        eos_token_ids=_eos_token_ids(checkpoint),
+        tokenizer=tokenizer,
+        eos_token_ids=end_tokens(checkpoint, tokenizer, vocab_size=decoder.vocab_size),
     )
-
-
-class _Ends(TypedDict):
-    """The keys that are read of generation_config.json."""
-
-    eos_token_id: NotRequired[TokenId | list[TokenId] | None]
-
-
-def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The tokens that end a text: those of generation_config.json, else those of config.json.
-
-    Raises:
-        InputError: they are no numbers of tokens.
-    """
-    config: Any = checkpoint.config
-    check(config, _Ends, where=str(checkpoint.folder / CONFIG))
-    if _GENERATION in checkpoint.files:
-        generation = read_json(checkpoint.folder / _GENERATION)
-        check(generation, _Ends, where=str(checkpoint.folder / _GENERATION))
-        if generation.get("eos_token_id") is not None:
-            config = generation
-    ids = config.get("eos_token_id")
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

@@ -214,7 +214,7 @@ class TextGeneration:
                 raise event.error
             if event.id is not None:
                 tokens.append(event.id)
-        text = continuation(self.tokenizer, ids, tokens)
+        text = continuation(self.tokenizer, ids, tokens, ends=self._ends)
         if isinstance(prompt, str):
             return {"generated_text": prompt + text if full else text}
         if not full:

@@ -4,12 +4,13 @@
     process.py      the process: model, port, signals, the end
     app.py          the application: routes behind the key, the Host header and CORS
     http.py         a route: body in, JSON or events out, clients that go away or are slow
-    bodies.py       the fields of requests
+    bodies.py       the fields of requests; fields.py: those of other servers, and their fate
+    asked.py        a body as one request, whatever server's names it has
     validation.py   refusals of their values, in TGI's order and words; errors.py: their statuses
     tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
     parsers/        calls of tools and reasoning in answers, a module for each family of models
     generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
-    grammar.py      grammars of texts, as masks
+    grammar.py      grammars of texts, as masks; schemas.py: JSON schemas as people write them
     vllm.py         vLLM's own server in place of ours
     models.py       models by name, each with an engine, loaded on demand
     metrics.py      /metrics; openapi.py: /openapi.json; site.py: the state that routes share

@@ -1,17 +1,22 @@
 """Bodies of requests, as pydantic reads them: TGI's and OpenAI's fields, each with its type alone.
 
-validation.py refuses wrong values, in TGI's order and words. Unknown fields are ignored, as both
-programs ignore them. `openapi.py` describes these classes.
+validation.py refuses wrong values, in TGI's order and words. Fields that other servers have, and
+this one not, are refused by name (fields.py). Unknown fields are ignored, as both programs ignore
+them. `openapi.py` describes these classes.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from quantflow.server.errors import invalid
+from quantflow.server.fields import NESTED, ROWS, Row, refuse
 
 U32 = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(strict=True, ge=0, le=2**64 - 1)]
 I64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+NewTokens = Annotated[int, Field(strict=True, ge=-1, le=2**32 - 1)]  # -1: as many as fit
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -20,60 +25,139 @@ class Body(BaseModel):
     """A JSON object: numbers are finite, text is no number, and true and false are neither."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="ignore")
+    others: ClassVar[tuple[Row, ...]] = ()  # fields of other servers, and what becomes of them
+    place: ClassVar[str] = ""  # kind of the request
+    inside: ClassVar[str] = ""  # name of the object in its body
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_others(cls, value: Any) -> Any:
+        """Refuse a field that would change the answer, and is not applied.
+
+        Raises:
+            Refused: of kind validation.
+        """
+        refuse(value, cls.others, place=cls.place, inside=cls.inside)
+        return value
 
 
 class Grammar(Body):
-    """The rule of a text: a JSON schema, a regular expression, or one of several texts."""
+    """The rule of a text.
 
-    type: Literal["json", "regex", "choice", "json_object"]
+    It is a JSON schema, a regular expression, one of several texts, or a grammar in GBNF or Lark.
+    """
+
+    type: Literal["json", "json_schema", "regex", "choice", "json_object", "grammar"]
     value: Any = None
 
 
-class Parameters(Body):
-    """TGI's parameters of a continuation."""
+class StructuredOutputs(Body):
+    """vLLM's object with one constraint."""
 
-    best_of: U32 | None = None
+    others = NESTED["structured_outputs"]
+    inside = "structured_outputs"
+
+    json_value: Any = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Flag | None = None
+
+
+Bias = Number | Literal[False]  # false: never
+
+
+class Asking(Body):
+    """The fields that all routes have, under the names of the servers that have them."""
+
+    others = ROWS
+
     temperature: Number | None = None
-    repetition_penalty: Number | None = None
-    frequency_penalty: Number | None = None
     top_k: I32 | None = None
     top_p: Number | None = None
+    min_p: Number | None = None
     typical_p: Number | None = None
+    repetition_penalty: Number | None = None
+    repeat_penalty: Number | None = None  # llama.cpp's name
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    no_repeat_ngram_size: U32 | None = None
+    logit_bias: dict[str, Bias] | list[tuple[U32, Bias]] | None = None
+    bad_words: list[str] | None = None
+    truncate: U64 | None = None
+    truncate_prompt_tokens: U64 | None = None  # vLLM's name
+    add_special_tokens: Flag | None = None
+    skip_special_tokens: Flag | None = None
+    stop_token_ids: list[U32] | None = None
+    ignore_eos: Flag | None = None
+    min_tokens: U32 | None = None
+    min_new_tokens: U32 | None = None  # SGLang's name
+    include_stop_str_in_output: Flag | None = None
+    no_stop_trim: Flag | None = None  # SGLang's name
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class Parameters(Asking):
+    """TGI's parameters of a continuation."""
+
+    place = "prompt"
+
+    best_of: U32 | None = None
     do_sample: Flag = False
     max_new_tokens: U32 | None = 100
     return_full_text: Flag | None = None
     stop: list[str] = Field(default_factory=list)
-    truncate: U64 | None = None
+    stop_sequences: list[str] | None = None  # an older name
     watermark: Flag = False
     details: Flag = False
     decoder_input_details: Flag = False
     seed: U64 | None = None
     top_n_tokens: U32 | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | str | None = None
     adapter_id: str | None = None
 
 
 WITHOUT_PARAMETERS = Parameters(do_sample=True)  # TGI's default where the whole object is left out
 
 
-class GenerateBody(Body):
-    """A prompt and how it is continued."""
+class VertexInstance(Body):
+    """A prompt and how it is continued, as Vertex has several."""
+
+    others = ROWS
+    place = "prompt"
 
     inputs: str
     parameters: Parameters = WITHOUT_PARAMETERS
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_misplaced(cls, value: Any) -> Any:
+        """Refuse parameters beside the prompt, where no server reads them.
+
+        Raises:
+            Refused: of kind validation.
+        """
+        if isinstance(value, dict):
+            for name in value.keys() & Parameters.model_fields.keys() - cls.model_fields.keys():
+                raise invalid(f"`{name}` stands beside `inputs`, it belongs into `parameters`")
+        return value
+
+
+class GenerateBody(VertexInstance):
+    """A prompt and how it is continued."""
 
 
 class CompatBody(GenerateBody):
     """A prompt for `/` and `/invocations`, whose body says whether the answer is streamed."""
 
     stream: Flag = False
-
-
-class VertexInstance(Body):
-    """One prompt of Vertex."""
-
-    inputs: str
-    parameters: Parameters = WITHOUT_PARAMETERS
 
 
 class VertexBody(Body):
@@ -106,6 +190,9 @@ class ContentPart(Body):
 
 class Message(Body):
     """One message of a conversation."""
+
+    others = NESTED["messages"]
+    inside = "messages"
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -145,20 +232,16 @@ class ToolChoice(Body):
     function: FunctionName
 
 
-class JsonSchema(Body):
-    """OpenAI's wrapping of a schema."""
-
-    name: str = "answer"
-    json_schema: Any = Field(default=None, alias="schema")
-    strict: Flag | None = None
-
-
 class ResponseFormat(Body):
-    """OpenAI's `text`, `json_object`, `json_schema`; TGI's types with a `value`."""
+    """OpenAI's `text`, `json_object`, `json_schema`; TGI's types with a `value`.
+
+    A schema stands in OpenAI's `json_schema.schema`, or in llama.cpp's `schema`.
+    """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     value: Any = None
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] | None = None
+    own_schema: Any = Field(default=None, alias="schema")
 
 
 class StreamOptions(Body):
@@ -167,37 +250,32 @@ class StreamOptions(Body):
     include_usage: Flag = False
 
 
-class OpenAIBody(Body):
+class OpenAIBody(Asking):
     """The fields that chats and completions have in common."""
 
     model: str | None = None
-    max_tokens: U32 | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: I32 | None = None
-    min_p: Number | None = None
-    typical_p: Number | None = None
-    repetition_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None
+    n_predict: NewTokens | None = None  # llama.cpp's name
     n: U32 | None = None
     seed: I64 | None = None
     stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
     stream: Flag | None = False
     stream_options: StreamOptions | None = None
-    truncate: U64 | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | str | None = None
     user: str | None = None
 
 
 class ChatBody(OpenAIBody):
     """A conversation, and how it goes on."""
 
+    place = "chat"
+
     messages: list[Message]
-    max_completion_tokens: U32 | None = None
     logprobs: Flag | None = False
     top_logprobs: U32 | None = None
-    response_format: ResponseFormat | None = None
     guideline: str | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
@@ -213,12 +291,13 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """A prompt as text, as tokens, or several of them."""
 
+    place = "completions"
+
     prompt: str | list[str] | list[I64] | list[list[I64]]
     best_of: U32 | None = None
     echo: Flag | None = False
     logprobs: U32 | None = None
     suffix: str | None = None
-    response_format: ResponseFormat | None = None
 
 
 class InvocationBody(Body):

@@ -7,9 +7,10 @@ A row that nobody waits for any more is cancelled: an `Answer` is a context mana
 end with it.
 """
 
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +23,9 @@ from quantflow.server.grammar import NOT_SUPPORTED
 from quantflow.server.models import ServedModel
 from quantflow.server.settings import Limits
 from quantflow.server.text import AnswerText
-from quantflow.server.validation import Asked, check, check_truncate, new_tokens
+from quantflow.server.validation import Asked, Bias, check, check_truncate, new_tokens
+
+LEFT_OUT = "x-grammar-left-out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,9 @@ class AnswerPiece:
     Attributes:
         row: number of its continuation.
         index: number of the token in the continuation, from 0.
-        id, logprob, special: the token, its log-probability, and whether it is special.
+        id, logprob: the token, and its log-probability.
+        special: whether it is a special token, or the end token of the text.
+        hidden: whether it has no text in the answer.
         text: decoded text that the token completes.
         shown: text that may be shown now, with stop strings treated as the request says.
         top: likeliest tokens.
@@ -44,6 +49,7 @@ class AnswerPiece:
     id: int
     logprob: float
     special: bool
+    hidden: bool
     text: str
     shown: str
     top: tuple[TokenLogprob, ...]
@@ -58,12 +64,16 @@ class Continuation:
         stream: stream of the engine.
         seed: seed of its samples; None where tokens are not drawn.
         text: text so far.
+        hidden: tokens that have no text.
+        kept_ends: tokens whose text stays where they end the answer.
         pieces: tokens so far.
     """
 
     stream: Stream
     seed: int | None
     text: AnswerText
+    hidden: frozenset[int] = frozenset()
+    kept_ends: frozenset[int] = frozenset()
     pieces: list[AnswerPiece] = field(default_factory=list)
 
     @property
@@ -125,6 +135,7 @@ class Answer:
         rows: continuations.
         timings: timings of the request.
         new_tokens: largest number of tokens of a continuation.
+        left_out: what the grammar's mask does not hold to, in sentences.
     """
 
     def __init__(
@@ -140,6 +151,7 @@ class Answer:
         self.prompt: tuple[int, ...] = ()
         self.rows: list[Continuation] = []
         self.new_tokens = 0
+        self.left_out: tuple[str, ...] = ()
         self._admission, self._count = admission, count
         model.rows += count
 
@@ -157,6 +169,12 @@ class Answer:
         for row in self.rows:
             row.stream.cancel()
         self.rows_done()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The HTTP header that says what a schema asked for and the answer does not hold to."""
+        told = " ".join("; ".join(self.left_out).split()).encode("ascii", "replace").decode()
+        return {LEFT_OUT: told[:500]} if told else {}
 
     def rows_done(self) -> None:
         """Leave the count of rows; a second call does nothing."""
@@ -186,7 +204,10 @@ class Answer:
             if event.id is None:
                 self._time()
                 continue
-            text, shown = one.text.put(event.id)
+            # an end token is no part of the text, whether the tokenizer calls it special or not
+            ends = event.finish is FinishReason.EOS
+            hidden = ends and event.id not in one.kept_ends
+            text, shown = ("", "") if hidden else one.text.put(event.id)
             if event.finish is not None:
                 left, last = one.text.end(stopped=event.finish is FinishReason.STOP)
                 text, shown = text + left, shown + last
@@ -195,8 +216,10 @@ class Answer:
                 index=event.index,
                 id=event.id,
                 logprob=event.logprob or 0.0,
-                special=event.id in special,
-                text=text or (self.model.vocabulary.text(event.id) if event.id in special else ""),
+                special=hidden or event.id in special,
+                hidden=hidden or event.id in one.hidden,
+                text=text
+                or (self.model.vocabulary.text(event.id) if hidden or event.id in special else ""),
                 shown=shown,
                 top=event.top,
                 finish=event.finish,
@@ -282,11 +305,15 @@ class Service:
         count = max(asked.best_of or 1, asked.choices or 1)
         timings = timings or Timings()
         check(asked, self.limits, text=text, float8=model.float8)
+        asked = asked.with_defaults(model.defaults)
         answer = Answer(model, self.admission, count=count, timings=timings)
         try:
             check_truncate(asked, max_input_tokens=model.max_input_tokens)
+            special = not rendered if asked.special is None else asked.special
             ids = (
-                tuple(tokens or ()) if text is None else await model.encode(text, rendered=rendered)
+                tuple(tokens or ())
+                if text is None
+                else await model.encode(text, rendered=not special)
             )
             ids = ids if asked.truncate is None else ids[-asked.truncate :]
             vocabulary = model.loaded.decoder.vocab_size
@@ -300,8 +327,13 @@ class Service:
             answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
             answer.prompt = ids
             masks = await self._masks(model, asked, count)
+            answer.left_out = () if masks[0] is None else masks[0].left_out
             bias = _bias(asked.logit_bias, vocabulary)
-            hidden = model.vocabulary.hidden_but(kept)
+            hidden = frozenset[int]() if asked.shows_special else model.vocabulary.hidden_but(kept)
+            ends = _ends(asked, model.loaded.eos_token_ids, vocabulary)
+            rules = asked.rules(bad_words=await model.words(asked.bad_words))
+            keeps_stop = keeps_stop if asked.keeps_stop is None else asked.keeps_stop
+            kept_ends = set(asked.stop_token_ids) if asked.keeps_stop else set()
             timings.checked = time.monotonic()
             first_seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for row in range(count):
@@ -311,9 +343,9 @@ class Service:
                     input_ids=ids,
                     max_new_tokens=answer.new_tokens,
                     sampling=sampling,
-                    rules=asked.rules(),
+                    rules=rules,
                     logit_bias=bias,
-                    ends=model.loaded.eos_token_ids,
+                    ends=ends,
                     stop=asked.stop,
                     top_n=asked.top_n_tokens or 0,
                     # the first row's are enough; a row without new tokens holds nothing else
@@ -330,6 +362,8 @@ class Service:
                         stream=_submit(model, request),
                         seed=None if sampling is None else seed,
                         text=grows,
+                        hidden=model.vocabulary.special if hidden is None else hidden,
+                        kept_ends=frozenset(kept_ends.difference(model.loaded.eos_token_ids)),
                     )
                 )
         except BaseException:
@@ -366,17 +400,33 @@ def _submit(model: ServedModel, request: BatchRequest) -> Stream:
         raise invalid(error.cause) from error
 
 
-def _bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """OpenAI's logit_bias by token.
+def _ends(asked: Asked, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end an answer: the model's own, and those of the request.
+
+    A grammar ends at the model's own, also in a request that ignores them: nothing may follow.
+
+    Raises:
+        Refused: one is no token.
+    """
+    wrong = next((token for token in asked.stop_token_ids if token >= vocab_size), None)
+    if wrong is not None:
+        raise invalid(f"`stop_token_ids`: {wrong} is not one of {vocab_size} tokens")
+    kept = () if asked.ignores_ends and asked.grammar is None else own
+    return tuple(dict.fromkeys((*kept, *asked.stop_token_ids)))
+
+
+def _bias(bias: Bias | None, vocab_size: int) -> dict[int, float]:
+    """OpenAI's logit_bias by token; llama.cpp's pairs, whose `false` forbids a token.
 
     Raises:
         Refused: a key is no token, or a value lies outside -100 to 100.
     """
     by_token = {}
-    for key, value in (bias or {}).items():
-        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
-            raise invalid(f"`logit_bias`: {key[:20]!r} is not one of {vocab_size} tokens")
-        if not -100 <= value <= 100:
+    for key, value in bias.items() if isinstance(bias, Mapping) else bias or ():
+        name = str(key)
+        if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocab_size:
+            raise invalid(f"`logit_bias`: {name[:20]!r} is not one of {vocab_size} tokens")
+        if value is not False and not -100 <= value <= 100:
             raise invalid("`logit_bias` must be >= -100.0 and <= 100.0")
-        by_token[int(key)] = value
+        by_token[int(name)] = -math.inf if value is False else value
     return by_token

@@ -1,4 +1,4 @@
-"""Grammars of texts as masks over the vocabulary: JSON schemas, regular expressions, choices, Lark.
+"""Grammars of texts as masks over the vocabulary: JSON schemas, regular expressions, choices, GBNF.
 
 llguidance computes them (Earley parsing over a trie of the tokens, in Rust). xgrammar was measured
 beside it on the same 49,152 tokens; docs/serving.md has the figures. A grammar is compiled once and
@@ -17,18 +17,26 @@ from torch import Tensor
 
 from quantflow.server.bodies import Grammar
 from quantflow.server.errors import invalid
+from quantflow.server.schemas import closed
 
 KEPT = 256  # compiled grammars
 LONGEST = 100_000  # characters of a grammar
+LONGEST_GBNF = 10_000  # its translation is in Python, and takes the square of the rules
 DEEPEST = 64  # objects and lists inside each other in a schema
+JSON_TYPES = ("json", "json_schema", "json_object")
 NOT_SUPPORTED = "grammar is not supported"
 ANY_OBJECT = {"type": "object"}
-# One space at most: otherwise models go on and on with newlines.
-SPACES = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
+# One space at most: otherwise models go on and on with newlines. Keywords that no mask can follow
+# are left out, as a `format` that is not known is no more than a note.
+OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?", "lenient": True}
 
 
 class GrammarMask:
-    """One request's way through a grammar: a `quantflow.runtime.batching.TokenMask`."""
+    """One request's way through a grammar: a `quantflow.runtime.batching.TokenMask`.
+
+    Attributes:
+        left_out: what the mask does not hold to, in llguidance's sentences.
+    """
 
     def __init__(self, matcher: Any, *, vocab_size: int) -> None:
         """Keep a matcher of this request alone.
@@ -38,6 +46,7 @@ class GrammarMask:
             vocab_size: V; the matcher's own vocabulary may be longer.
         """
         self._matcher = matcher
+        self.left_out: tuple[str, ...] = tuple(matcher.get_grammar_warnings())
         self._words = -(-vocab_size // 32)
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
@@ -131,12 +140,15 @@ def _text_of(grammar: Grammar) -> str:
     Raises:
         Refused: of kind validation.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, grammar_from
 
     value = grammar.value
-    if grammar.type in ("json", "json_object"):
-        schema = ANY_OBJECT if grammar.type == "json_object" and value is None else _schema(value)
-        text = json.dumps({**schema, "x-guidance": SPACES})
+    if grammar.type in JSON_TYPES:
+        if grammar.type == "json_schema" and isinstance(value, dict):
+            value = value.get("schema", value)  # TGI 3 has OpenAI's wrapper
+        any_object = grammar.type == "json_object" and value in (None, True)
+        schema = ANY_OBJECT if any_object else _schema(value)
+        text = json.dumps({**closed(schema), "x-guidance": OPTIONS})
         _require_size(text)
         return str(LLMatcher.grammar_from_json_schema(text))
     if grammar.type == "choice":
@@ -147,8 +159,15 @@ def _text_of(grammar: Grammar) -> str:
         _require_size(text)
         return str(LLMatcher.grammar_from_lark(text))
     if not isinstance(value, str) or not value:
-        raise invalid("grammar is not valid: a regular expression is a text")
+        kind = "grammar" if grammar.type == "grammar" else "regular expression"
+        raise invalid(f"grammar is not valid: a {kind} is a text")
     _require_size(value)
+    if grammar.type == "grammar":
+        _require_size(value, most=LONGEST_GBNF)
+        try:
+            return grammar_from("grammar", value)
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"grammar is not valid: {_short(error)}") from error
     return str(LLMatcher.grammar_from_regex(value))
 
 
@@ -184,11 +203,11 @@ def require_shallow(value: Any) -> None:
         raise invalid(f"grammar is not valid: deeper than {DEEPEST}")
 
 
-def _require_size(text: str) -> None:
-    if len(text) > LONGEST:
-        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} are allowed")
+def _require_size(text: str, *, most: int = LONGEST) -> None:
+    if len(text) > most:
+        raise invalid(f"grammar is not valid: {len(text)} characters, {most} are allowed")
 
 
 def _short(error: object) -> str:
-    """The first line of a foreign message, at most 300 characters of it."""
-    return next(iter(str(error).splitlines()), "")[:300]
+    """A foreign message in one line, at most 500 characters of it."""
+    return " ".join(str(error).split())[:500]

@@ -20,6 +20,9 @@ from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.trace import TracedSteps
+from quantflow.runtime.decoding.text import word_ids
+from quantflow.runtime.generate_job import Words
+from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.server import parsers
@@ -86,6 +89,7 @@ class ServedModel:
         tokenizer: tokenizer of its text.
         vocabulary: its tokens one by one.
         grammars: grammars that were compiled for it.
+        defaults: settings of sampling where a request says nothing.
         max_input_tokens, max_total_tokens: limits of a request.
         used: a count that grows with each use of any model.
         rows: number of requests that it answers now, or that prepare to use it.
@@ -98,7 +102,8 @@ class ServedModel:
         """Start the engine.
 
         Raises:
-            InputError: the artifact has no tokenizer, or the chat template cannot be read.
+            InputError: the artifact has no tokenizer, its generation_config.json is damaged, or the
+                chat template cannot be read.
             UsageError: the limits do not fit the model.
         """
         if loaded.tokenizer is None:
@@ -119,6 +124,11 @@ class ServedModel:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.grammars = Grammars(
             self.tokenizer, vocab_size=loaded.decoder.vocab_size, ends=loaded.eos_token_ids
+        )
+        self.defaults = (
+            sampling_defaults(loaded.artifact.checkpoint)
+            if job.generation_config == "auto"
+            else NO_DEFAULTS
         )
         self.used, self.rows = 0, 0
         self._workers = workers
@@ -221,6 +231,22 @@ class ServedModel:
         if length > TEMPLATE_CHARACTERS:
             raise bad_template(f"{length} characters, {TEMPLATE_CHARACTERS} are allowed")
         return rendered
+
+    async def words(self, words: Sequence[str]) -> Words:
+        """The tokens of each word, at the begin of a text and within it.
+
+        Raises:
+            Refused: the tokenizer cannot read one.
+        """
+        if not words:
+            return ()
+        try:
+            found: Words = await self._in_thread(
+                lambda: word_ids(self.tokenizer, words, before=("", " "))
+            )
+        except InputError as error:
+            raise invalid(error.cause) from error
+        return found
 
     async def compiled(self, grammar: Any) -> Any:
         """A request's way through a grammar, compiled in a thread.

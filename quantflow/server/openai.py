@@ -14,16 +14,15 @@ from starlette.responses import JSONResponse, Response
 from quantflow.models.chat_form import goes_on
 from quantflow.models.chat_template import with_arguments
 from quantflow.server import tools as tooling
+from quantflow.server.asked import asked_of, constraint_of, limit_of
 from quantflow.server.bodies import (
     Body,
     ChatBody,
     CompatBody,
     CompletionBody,
-    Grammar,
     InvocationBody,
     Message,
     OpenAIBody,
-    ResponseFormat,
     Tool,
 )
 from quantflow.server.errors import Refused, invalid
@@ -38,7 +37,6 @@ from quantflow.server.tgi import compat_generate
 from quantflow.server.validation import Asked
 
 DONE = "[DONE]"
-MOST_LOGPROBS = 20  # OpenAI's own limit
 UNREAD = "x-unread-template-variables"
 UNREAD_NAMES = 20  # that the header holds
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -50,14 +48,13 @@ async def chat(call: HttpCall) -> Response | EventStream:
     timings = Timings()
     tools = tooling.offered(body.tools, body.tool_choice)
     grammar = tooling.forced(tools, body.tool_choice)
-    wanted = grammar_of(body.response_format)
+    wanted = constraint_of(body)
     if grammar is not None and wanted is not None:
         raise invalid("grammar and tools are mutually exclusive")
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    asked = _asked(
+    asked = asked_of(
         body,
         grammar=grammar or wanted,
-        limit=limit,
+        limit=limit_of(body, default=None),
         top=(body.top_logprobs or 0) if body.logprobs else 0,
     )
     adapter = site.models.adapter(body.model)
@@ -80,7 +77,7 @@ async def chat(call: HttpCall) -> Response | EventStream:
         prompt=prompt.text,
         prefix=prompt.prefix,
         forced=grammar is not None,
-        reasons=wanted is None or wanted.type not in ("json", "json_object"),
+        reasons=wanted is None or wanted.type not in JSON_TYPES,
         parallel=body.parallel_tool_calls is not False,
     )
     writer = ChatWriter(
@@ -104,10 +101,10 @@ async def completions(call: HttpCall) -> Response | EventStream:
     if len(prompts) > most:
         text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
         raise Refused("batch size exceeded", text)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = _asked(
+    limit = limit_of(body, default=COMPLETION_TOKENS)
+    asked = asked_of(
         body,
-        grammar=grammar_of(body.response_format),
+        grammar=constraint_of(body),
         limit=limit,
         top=body.logprobs or 0,
         prefill=bool(body.echo) and (body.logprobs is not None or limit == 0),
@@ -179,7 +176,7 @@ async def chat_tokenize(call: HttpCall) -> Response:
     site, body = call.site, call.body
     async with site.models.using(body.model) as model:
         prompt = await render(model, body, tooling.offered(body.tools, body.tool_choice))
-        tokens = await model.offsets(prompt.text, rendered=True)
+        tokens = await model.offsets(prompt.text, rendered=not body.add_special_tokens)
         return JSONResponse(
             {"tokenize_response": tokens, "templated_text": prompt.text}, headers=prompt.headers
         )
@@ -197,20 +194,6 @@ async def invocations(call: HttpCall) -> Response | EventStream:
         HttpCall(request=call.request, body=typed(kind, value), site=call.site)
     )
     return response
-
-
-def grammar_of(format: ResponseFormat | None) -> Grammar | None:
-    """The grammar of a response format."""
-    if format is None or format.type == "text":
-        return None
-    if format.type == "json_object" and format.value is None:
-        return Grammar(type="json_object")
-    if format.type == "regex":
-        return Grammar(type="regex", value=format.value)
-    return Grammar(
-        type="json",
-        value=format.value if format.json_schema is None else format.json_schema.json_schema,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,44 +312,6 @@ def _plain(message: Message) -> dict[str, Any]:
     return message_fields
 
 
-def _asked(
-    body: OpenAIBody,
-    *,
-    grammar: Grammar | None,
-    limit: int | None,
-    top: int,
-    prefill: bool = False,
-    echoes: bool = False,
-    best_of: int | None = None,
-) -> Asked:
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    return Asked(
-        best_of=best_of,
-        choices=body.n,
-        temperature=body.temperature,
-        top_k=None if body.top_k in (0, -1) else body.top_k,  # both mean all tokens elsewhere
-        top_p=body.top_p,
-        min_p=body.min_p,
-        typical_p=body.typical_p,
-        do_sample=True,
-        zero_is_greedy=True,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        logit_bias=body.logit_bias,
-        max_new_tokens=limit,
-        stop=stop,
-        seed=None if body.seed is None else body.seed % 2**64,
-        truncate=body.truncate,
-        top_n_tokens=top,
-        top_n_limit=MOST_LOGPROBS,
-        grammar=grammar,
-        streams=bool(body.stream),
-        prefill=prefill,
-        echoes=echoes,
-    )
-
-
 def _prompts(body: CompletionBody) -> list[Any]:
     """The prompts of a completion, each a text or tokens."""
     prompt = body.prompt
@@ -405,11 +350,13 @@ async def _respond(
         for answer in answers:
             held.enter_context(answer)
         events = _stream(site, answers, writer, body)
-        return EventStream(events=events, headers=headers, held=held)
+        return EventStream(events=events, headers={**headers, **answers[0].headers}, held=held)
     async with ending(site, answers):
         for answer in answers:
             await answer.finish()
-    return JSONResponse(writer.whole(answers, count=body.n or 1), headers=dict(headers))
+    return JSONResponse(
+        writer.whole(answers, count=body.n or 1), headers={**headers, **answers[0].headers}
+    )
 
 
 async def _stream(

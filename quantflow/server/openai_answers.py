@@ -274,8 +274,8 @@ class CompletionWriter:
     ) -> dict[str, Any]:
         """The table of tokens, with those of an echoed prompt where `whole` is true.
 
-        The likeliest tokens have the chosen one among them or after them. A special token takes no
-        room in the text.
+        The likeliest tokens have the chosen one among them or after them. A special token and
+        an end token take no room in the text.
         """
         vocabulary = self._model.vocabulary
         shown: list[PromptToken | AnswerPiece] = [
@@ -290,7 +290,8 @@ class CompletionWriter:
             likeliest = {vocabulary.within(top.id): top.logprob for top in one.top}
             tops.append(None if one.logprob is None else {**likeliest, token: one.logprob})
             offsets.append(place)
-            place += 0 if one.id in vocabulary.special else len(token)
+            hidden = one.hidden if isinstance(one, AnswerPiece) else one.id in vocabulary.special
+            place += 0 if hidden else len(token)
         self._places[index] = place
         logprobs = [one.logprob for one in shown]
         return {

@@ -195,6 +195,9 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     lines += [f"  {reason}" for reason in model.loaded.reasons]
     lines.append(f"threads: {torch.get_num_threads()} of {cpu_threads.usable_cores()} usable cores")
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
+    own = ", ".join(f"{name} {value}" for name, value in model.defaults.values().items())
+    if own:
+        lines.append(f"sampling: {own} where a request says nothing (generation_config.json)")
     pool = model.engine.counters().pool
     lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")
     held = {name: (getattr(limits, name, asked), asked) for name, asked in vars(job.limits).items()}

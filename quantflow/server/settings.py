@@ -25,6 +25,8 @@ from quantflow.runtime.generate_job import (
     DEVICE_HELP,
     DTYPES,
     EXACT_HELP,
+    GENERATION_CONFIG_HELP,
+    GENERATION_CONFIGS,
     KV_CACHE_HELP,
     REVISION_HELP,
 )
@@ -177,6 +179,13 @@ class ServeJob:
         shown=True,
         help=f"How reasoning is told from text: {', '.join(parsers.REASONING_PARSERS)}, harmony, "
         "none, or as the chat template shows.",
+    )
+    generation_config: str = _for_serve(
+        "auto",
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        shown=True,
+        help=GENERATION_CONFIG_HELP,
     )
     host: str = _for_serve("127.0.0.1", "--host", shown=True, help="0.0.0.0 is every network.")
     port: int = _for_serve(8000, "--port", variable="PORT", shown=True, help="0: a free one.")

@@ -84,6 +84,8 @@ class Site:
             "docker_label": None,
             "model_source": source.get("name"),
             "decoder": model.loaded.name,
+            "generation_config": self.job.generation_config,
+            "generation_defaults": model.defaults.values(),
         }
 
     def log_exception(self, error: BaseException) -> None:

@@ -1,11 +1,13 @@
 """The text of an answer while it grows: whole characters, and no part of a hidden stop string."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-from quantflow.runtime.decoding.text import TextStream
+from quantflow.models.token_ids import special_ids
+from quantflow.runtime.decoding.text import TextStream, special_texts
 
 _HALF = "\ufffd"
 
@@ -43,6 +45,12 @@ class AnswerText:
         self._searches = [StopSearch(stop) for stop in stops]
         self._keeps_stop = keeps_stop
         self._stream = TextStream(tokenizer, prompt, tell=self._take, hidden=hidden)
+        # Where a stop string holds a special token, it is searched in the text with special tokens.
+        texts = special_texts(tokenizer, stops) if stops else {}
+        self._unseen = {i: text for i, text in texts.items() if hidden is None or i in hidden}
+        self._searched = 0  # characters
+        # places in the searched text where unseen text ends, and how much of it stands before each
+        self._places, self._before = [0], [0]
 
     def put(self, token: int) -> tuple[str, str]:
         """Add a token; return the decoded text that it completes, and text that may be shown.
@@ -51,6 +59,10 @@ class AnswerText:
         """
         before = len(self._whole)
         self._stream.put(token)
+        if (unseen := self._unseen.get(token)) is not None:
+            self._search(unseen)
+            self._places.append(self._searched)
+            self._before.append(self._before[-1] + len(unseen))
         return self._whole[before:], self._show(self._certain())
 
     def end(self, *, stopped: bool) -> tuple[str, str]:
@@ -68,8 +80,8 @@ class AnswerText:
                 for one in self._searches
                 if one.position < math.inf
             ]
-            place, size = min(stops, default=(length, 0))
-            length = place + size * self._keeps_stop
+            place, size = min(stops, default=(self._searched, 0))
+            length = self._place(place + size * self._keeps_stop)
         return self._whole[before:], self._show(length)
 
     def _show(self, length: int) -> str:
@@ -80,10 +92,23 @@ class AnswerText:
 
     def _certain(self) -> int:
         """Length of the decoded text that no whole or begun stop string can reach into."""
-        return int(min((one.begin for one in self._searches), default=len(self._whole)))
+        begin = min((one.begin for one in self._searches), default=self._searched)
+        return self._place(int(begin))
+
+    def _place(self, searched: int) -> int:
+        """The place in the decoded text of a place in the searched one."""
+        number = bisect_right(self._places, searched) - 1
+        place = searched - self._before[number]
+        if number + 1 < len(self._places):  # it may stand inside the next unseen text
+            place = min(place, self._places[number + 1] - self._before[number + 1])
+        return place
 
     def _take(self, piece: str) -> None:
         self._whole += piece
+        self._search(piece)
+
+    def _search(self, piece: str) -> None:
+        self._searched += len(piece)
         for one in self._searches:
             one.put(piece)
 
@@ -146,7 +171,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         """Keep the tokenizer."""
         self._tokenizer = tokenizer
-        self.special = frozenset(tokenizer.all_special_ids)
+        self.special = special_ids(tokenizer)
         self.text = lru_cache(maxsize=1 << 16)(self._text)
         self.within = lru_cache(maxsize=1 << 16)(self._within)
         self._added = {

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from quantflow.runtime.batching import TokenLogprob
+from quantflow.server.asked import asked_by
 from quantflow.server.bodies import CompatBody, GenerateBody, Parameters, VertexBody
 from quantflow.server.errors import Refused, invalid
 from quantflow.server.events import EventStream
@@ -19,29 +20,6 @@ from quantflow.server.site import Site
 from quantflow.server.validation import Asked
 
 DEVICE = "cpu+quantflow"
-
-
-def asked_by(parameters: Parameters, *, streams: bool = False) -> Asked:
-    """The request that TGI's parameters make."""
-    return Asked(
-        best_of=parameters.best_of,
-        temperature=parameters.temperature,
-        top_k=parameters.top_k,
-        top_p=parameters.top_p,
-        typical_p=parameters.typical_p,
-        do_sample=parameters.do_sample,
-        repetition_penalty=parameters.repetition_penalty,
-        frequency_penalty=parameters.frequency_penalty,
-        max_new_tokens=parameters.max_new_tokens,
-        stop=tuple(parameters.stop),
-        seed=parameters.seed,
-        truncate=parameters.truncate,
-        watermark=parameters.watermark,
-        top_n_tokens=parameters.top_n_tokens,
-        grammar=parameters.grammar,
-        streams=streams,
-        prefill=parameters.decoder_input_details,
-    )
 
 
 async def generate(call: HttpCall) -> Response:
@@ -92,7 +70,8 @@ async def tokenize(call: HttpCall) -> Response:
             raise Refused("no fast tokenizer", "No fast tokenizer or tokenizer.json for this model")
         if not body.inputs:
             raise invalid("`inputs` cannot be empty")
-        return JSONResponse(await model.offsets(body.inputs))
+        special = body.parameters.add_special_tokens is not False
+        return JSONResponse(await model.offsets(body.inputs, rendered=not special))
 
 
 async def info(call: HttpCall) -> Response:
@@ -253,6 +232,7 @@ def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str
         "x-time-per-token": timings.inference / generated,
     }
     return {
+        **answer.headers,
         "x-compute-type": DEVICE,
         "x-compute-time": f"{timings.total:.6f}",
         "x-compute-characters": str(len(text)),

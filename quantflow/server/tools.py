@@ -11,7 +11,7 @@ from quantflow.server.bodies import Grammar, Tool, ToolChoice
 from quantflow.server.errors import bad_tool
 from quantflow.server.grammar import require_shallow
 
-_ANYTHING = {"type": "object"}
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # of a function without parameters
 Choice = str | ToolChoice | None
 
 
@@ -91,7 +91,7 @@ def _call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments."""
-    return tool.function.parameters or tool.function.arguments or _ANYTHING
+    return tool.function.parameters or tool.function.arguments or _NOTHING
 
 
 def _moved(schema: Any, place: str) -> Any:

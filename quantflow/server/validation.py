@@ -4,14 +4,20 @@ The first that fails is the answer. Lengths are known after tokenizing, so `chec
 `new_tokens` check them then; the grammar comes last (grammar.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from quantflow.runtime.generate_job import Rules, Sampling
+from quantflow.runtime.generate_job import Rules, Sampling, Words
+from quantflow.runtime.generation_config import SamplingDefaults
 from quantflow.server.bodies import Grammar
 from quantflow.server.errors import invalid
 from quantflow.server.settings import Limits
 
 HIGHEST_TEMPERATURE = 1e4  # beyond it every token is equally likely in float32 anyway
+# every step of the engine looks at these one by one
+MOST_STOP_TOKENS, MOST_BAD_CHARACTERS = 64, 500
+Bias = Mapping[str, float] | Sequence[tuple[int, float]]  # token -> what is added; False forbids it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +28,20 @@ class Asked:
         best_of: number of continuations among which the best is returned.
         choices: number of continuations that are all returned.
         temperature, top_k, top_p, min_p, typical_p, do_sample: settings of sampling; temperature 0
-            is greedy where `zero_is_greedy`.
+            is greedy where `zero_is_greedy`, and `top_k` 0 is all tokens there.
         repetition_penalty, frequency_penalty, presence_penalty, logit_bias: changes of the logits.
         max_new_tokens: largest number of tokens; None is as many as fit.
+        no_repeat_ngram_size: length of n-grams that stand once at most; 0 is none.
+        bad_words: words that are never generated.
         stop, seed, truncate, watermark, top_n_tokens, grammar: TGI's parameters.
+        stop_token_ids: tokens that end the text and are no part of it.
+        ignores_ends: whether the model's end tokens do not end the text; they end a grammar's.
+        min_tokens: tokens before which no token ends the text.
+        keeps_stop: whether the text keeps what ended it of `stop` and `stop_token_ids`; None is the
+            interface's own way.
+        special: whether the tokenizer puts its special tokens around the prompt; None is the
+            route's own way.
+        shows_special: whether special tokens have their text in the answer.
         top_n_limit: limit of `top_n_tokens`, where the interface has its own.
         streams, prefill: whether the answer is streamed; whether it holds the prompt's
             log-probabilities.
@@ -45,9 +61,17 @@ class Asked:
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignores_ends: bool = False
+    min_tokens: int = 0
+    keeps_stop: bool | None = None
+    special: bool | None = None
+    shows_special: bool = False
     seed: int | None = None
     truncate: int | None = None
     watermark: bool = False
@@ -66,6 +90,20 @@ class Asked:
         filters = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
         return self.do_sample or any(value is not None for value in filters)
 
+    def with_defaults(self, defaults: SamplingDefaults) -> "Asked":
+        """The request, with the maker's settings of sampling where it says nothing.
+
+        A request of TGI's that does not sample stays greedy, as TGI promises.
+        """
+        if not self.zero_is_greedy and not self.samples:
+            return self
+        given: dict[str, Any] = defaults.values()
+        if not self.zero_is_greedy and given.get("temperature") == 0:
+            del given["temperature"]  # the request asks for samples
+        return replace(
+            self, **{name: value for name, value in given.items() if getattr(self, name) is None}
+        )
+
     def sampling(self, seed: int) -> Sampling | None:
         """The engine's settings of sampling; None takes the likeliest token.
 
@@ -76,19 +114,26 @@ class Asked:
             return None
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
+            top_k=self.top_k or None,
             top_p=self.top_p,
             min_p=self.min_p,
-            typical_p=self.typical_p,
+            typical_p=None if self.typical_p == 1 else self.typical_p,
             seed=seed,
         )
 
-    def rules(self) -> Rules:
-        """The engine's penalties."""
+    def rules(self, *, bad_words: Words = ()) -> Rules:
+        """The engine's penalties and lengths.
+
+        Args:
+            bad_words: tokens of `bad_words`.
+        """
         return Rules(
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            bad_words=bad_words,
+            min_new_tokens=self.min_tokens,
         )
 
 
@@ -130,10 +175,10 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     top_p = None if asked.zero_is_greedy and asked.top_p == 1 else asked.top_p
     _require(top_p is None or 0 < top_p < 1, "`top_p` must be > 0.0 and < 1.0")
     _require(asked.min_p is None or 0 <= asked.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
-    _require(
-        asked.typical_p is None or 0 < asked.typical_p < 1, "`typical_p` must be > 0.0 and < 1.0"
-    )
-    _require(asked.top_k is None or asked.top_k > 0, "`top_k` must be strictly positive")
+    typical_p = None if asked.zero_is_greedy and asked.typical_p == 1 else asked.typical_p
+    _require(typical_p is None or 0 < typical_p < 1, "`typical_p` must be > 0.0 and < 1.0")
+    top_k = None if asked.zero_is_greedy and asked.top_k == 0 else asked.top_k
+    _require(top_k is None or top_k > 0, "`top_k` must be strictly positive")
     alone = asked.echoes and not asked.streams
     _require(asked.max_new_tokens != 0 or alone, "`max_new_tokens` must be strictly positive")
     most = limits.max_stop_sequences
@@ -142,6 +187,16 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
         f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}",
     )
     _require(all(asked.stop), "`stop` must not hold an empty string")
+    count, most = len(asked.stop_token_ids), MOST_STOP_TOKENS
+    _require(count <= most, f"`stop_token_ids` supports up to {most} tokens. Given: {count}")
+    _require(all(asked.bad_words), "`bad_words` must not hold an empty string")
+    count, most = sum(map(len, asked.bad_words)), MOST_BAD_CHARACTERS
+    _require(count <= most, f"`bad_words` supports up to {most} characters. Given: {count}")
+    _require(
+        not asked.min_tokens or asked.grammar is None,
+        "`min_tokens` with a grammar, or with a call that must be made: the grammar says where "
+        "the text ends",
+    )
     _require(
         asked.best_of in (None, 1) or asked.seed is None,
         "`seed` must not be set when `best_of` > 1",
@@ -189,7 +244,12 @@ def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_to
         prompt <= max_input_tokens,
         f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}",
     )
-    return max_total_tokens - prompt if new is None else new
+    new = max_total_tokens - prompt if new is None else new
+    _require(
+        asked.min_tokens <= new,
+        f"`min_tokens` must be <= `max_new_tokens`. Given: {asked.min_tokens} and {new}",
+    )
+    return new
 
 
 def _check_best_of(asked: Asked, limits: Limits) -> None:

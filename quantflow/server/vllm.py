@@ -21,6 +21,7 @@ COMMAND = "vllm"
 # Settings that vLLM's command line has too, or that have an effect before it starts.
 _PASSED_ON = {
     *("revision", "name", "adapters", "chat_template", "host", "port", "api_key"),
+    "generation_config",
     *("cors_allow_origin", "engine", "tensor_parallel", "device"),
     *("tool_parser", "reasoning_parser"),
 }
@@ -93,6 +94,8 @@ def command_of(job: ServeJob) -> list[str]:
         words += ["--max-num-seqs", str(limits.max_batch_size)]
     if limits.max_batch_prefill_tokens is not None:
         words += ["--max-num-batched-tokens", str(limits.max_batch_prefill_tokens)]
+    if job.generation_config != "auto":
+        words += ["--generation-config", "vllm"]
     if job.chat_template is not None:
         words += ["--chat-template", str(job.chat_template)]
     if job.tool_parser not in (AUTO, NONE):

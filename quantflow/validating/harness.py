@@ -48,6 +48,7 @@ from quantflow.files.canonical import parse_json
 from quantflow.files.folder import reading
 from quantflow.progress import Progress
 from quantflow.runtime.decoding import generate
+from quantflow.runtime.decoding.text import before_end
 from quantflow.runtime.load import Loaded
 from quantflow.shipped import SHIPPED
 
@@ -249,7 +250,8 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 stop=self._stop(until),
             )
             for number, row in zip(numbers, made[:, ids.shape[1] :].tolist(), strict=True):
-                text = self.tokenizer.decode(row, skip_special_tokens=True)
+                tokens = before_end(row, (*self._ends, self.eot_token_id))
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
                 answers[number] = postprocess_generated_text(text, list(until), None)
         return [answers[number] for number in range(len(requests))]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.models.token_ids import tokens_of
+from quantflow.models.token_ids import special_ids, tokens_of
 from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # the character to which the bytes of an unfinished character decode
@@ -66,15 +66,31 @@ class TextStream:
 
 
 def continuation(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    ends: Sequence[int] = (),
 ) -> str:
-    """The text of tokens that follow a prompt, special tokens left out."""
+    """The text of tokens that follow a prompt, up to an end token, special tokens left out."""
     pieces: list[str] = []
     stream = TextStream(tokenizer, prompt, tell=pieces.append)
-    for token in tokens:
+    for token in before_end(tokens, ends):
         stream.put(token)
     stream.end()
     return "".join(pieces)
+
+
+def before_end(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+    """The tokens before the first end token, which is no part of a text, special or not."""
+    return tokens[: next((n for n, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> dict[int, str]:
+    """The text of each special token, where one of some strings holds such a text; else none."""
+    texts = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in special_ids(tokenizer)}
+    held = any(text in string for text in texts.values() for string in strings)
+    return texts if held else {}
 
 
 def stop_at(
@@ -91,7 +107,7 @@ def stop_string(
     """A function from new tokens to the string that their text has just come to hold, or None.
 
     Of several strings it is the first. The function decodes as many of the last tokens as the
-    longest string has bytes, and a few more.
+    longest string has bytes, and a few more. Special tokens have a text where a string holds one.
 
     Args:
         tokenizer: tokenizer of the tokens.
@@ -99,7 +115,7 @@ def stop_string(
         prompt: tokens before the new ones, where they are known; some tokenizers drop the space
             that a text begins with.
     """
-    special = frozenset(tokenizer.all_special_ids)
+    special = frozenset() if special_texts(tokenizer, strings) else special_ids(tokenizer)
     reach = max(len(string.encode()) for string in strings) + _CONTEXT
     before = [token for token in prompt[-_CONTEXT:] if token not in special]
     begin = len(tokenizer.decode(before))

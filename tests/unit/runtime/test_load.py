@@ -310,8 +310,8 @@ def test_a_quantization_that_this_version_does_not_know_is_unsupported(damaged, 
         load(damaged, verify=False)
 
 
-def test_end_of_text_tokens_come_from_the_generation_config_first(damaged):
+def test_end_tokens_are_those_of_generation_config_and_config_together(damaged):
     (damaged / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load(damaged, verify=False).eos_token_ids == (5, 6)
+    assert load(damaged, verify=False).eos_token_ids == (5, 6, 2)
     (damaged / "generation_config.json").write_text("{}")
     assert load(damaged, verify=False).eos_token_ids == (2,)

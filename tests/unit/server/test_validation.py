@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from quantflow.errors import UsageError
+from quantflow.server.asked import asked_by
 from quantflow.server.bodies import CompletionBody, Parameters
 from quantflow.server.errors import STATUS, Refused
 from quantflow.server.settings import Limits, ServeJob
-from quantflow.server.tgi import asked_by
 from quantflow.server.validation import Asked, check, check_truncate, new_tokens
 
 P = "Input validation error: "
