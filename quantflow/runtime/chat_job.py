@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quantflow.errors import UsageError
@@ -14,6 +14,8 @@ from quantflow.runtime.generate_job import (
     DECODER_HELP,
     DTYPES,
     EXACT_HELP,
+    GENERATION_CONFIG_HELP,
+    GENERATION_CONFIGS,
     KV_CACHE_HELP,
     REVISION_HELP,
     Sampling,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from quantflow.runtime.partner import Partner
 
 CHAT = ("chat",)
+TEMPERATURE = 0.7  # where neither this record nor the model says one
 _PRINTED = re.compile(r"[!-~]+")  # of an address: what stands in a request line
 _KEY = re.compile(r"[ -~]+")
 
@@ -41,8 +44,10 @@ class ChatJob:
         system: system message, or None.
         chat_template: file that stands in place of the tokenizer's own template.
         max_new_tokens: tokens of an answer, at most.
-        temperature: temperature of the tokens; 0 takes the likeliest token each time.
+        temperature: temperature of the tokens; 0 takes the likeliest token each time. None: the
+            model's own, or the server's.
         top_k, top_p: filters of `Sampling`.
+        generation_config: whether the model's own settings of sampling count; see `serve`.
         seed: seed of the first answer; each further one counts on. None: any.
         reasoning: show what a model thinks before its answers.
         signature: signature that the artifact has to have.
@@ -75,14 +80,25 @@ class ChatJob:
     max_new_tokens: int = setting(
         512, flag="--max-new-tokens", verbs=CHAT, shown=True, least=1, help="Of an answer."
     )
-    temperature: float = setting(
-        0.7, flag="--temperature", verbs=CHAT, shown=True, help="0: the likeliest token."
+    temperature: float | None = setting(
+        None,
+        flag="--temperature",
+        verbs=CHAT,
+        help="0: the likeliest token (default: the model's own or the server's, else 0.7).",
     )
     top_k: int | None = setting(
         None, flag="--top-k", verbs=CHAT, help="Sample from the k most likely tokens."
     )
     top_p: float | None = setting(
         None, flag="--top-p", verbs=CHAT, help="Sample from the fewest that hold this probability."
+    )
+    generation_config: str = setting(
+        "auto",
+        flag="--generation-config",
+        verbs=CHAT,
+        choices=GENERATION_CONFIGS,
+        shown=True,
+        help=GENERATION_CONFIG_HELP,
     )
     seed: int | None = setting(
         None, flag="--seed", verbs=CHAT, help="The same seed gives the same answers."
@@ -123,8 +139,12 @@ class ChatJob:
             raise UsageError(
                 "chat: an API key with a character that no header may hold", "give the key alone"
             )
-        if self.temperature != 0:
-            self.sampling(0)
+        if self.url is not None and self.generation_config != "auto":
+            raise UsageError(
+                f"chat: generation_config {self.generation_config} with a server",
+                "give it to the server, or give --temperature",
+            )
+        self.sampling(0)
 
     @property
     def place(self) -> tuple[bool, str, str]:
@@ -143,15 +163,20 @@ class ChatJob:
             raise UsageError(f"url={address}", "write http://HOST:PORT")
         return parts.scheme == "https", parts.netloc, parts.path
 
-    def sampling(self, seed: int) -> Sampling | None:
+    def sampling(self, seed: int, **defaults: float) -> Sampling | None:
         """How an answer is drawn; None takes the likeliest token.
+
+        Args:
+            seed: seed of the answer.
+            defaults: the model's own settings, which count where this record says nothing.
 
         Raises:
             UsageError: values outside their ranges.
         """
-        if self.temperature == 0:
-            return None
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=seed)
+        own = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        settings = {"temperature": TEMPERATURE, **defaults, **given}
+        return None if settings["temperature"] == 0 else Sampling(**settings, seed=seed)
 
     def partner(self, progress: Progress = SILENT) -> "Partner":
         """Who answers: an artifact that is loaded here, or a server.

@@ -13,6 +13,8 @@ from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.decoding.text import TextStream
+from quantflow.runtime.generate_job import Rules
+from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.load import load
 from quantflow.runtime.partner import ConversationTooLong, Messages, TextPiece, Thinking
 from quantflow.sources.models import model_folder
@@ -50,6 +52,11 @@ class LocalPartner:
             )
         self.name, self.tokens = origin_of(job.artifact).name, 0
         self._job, self._loaded, self._tokenizer = job, loaded, loaded.tokenizer
+        self._defaults = (
+            sampling_defaults(loaded.artifact.checkpoint)
+            if job.generation_config == "auto"
+            else NO_DEFAULTS
+        )
         self._template = None if job.chat_template is None else job.chat_template.read_text()
         if self._template is None and self._tokenizer.chat_template is None:
             raise UsageError(
@@ -85,7 +92,8 @@ class LocalPartner:
         request = BatchRequest(
             input_ids=tuple(ids),
             max_new_tokens=min(self._job.max_new_tokens, most - len(ids)),
-            sampling=self._job.sampling(self._seed),
+            sampling=self._job.sampling(self._seed, **self._defaults.filters()),
+            rules=Rules(repetition_penalty=self._defaults.repetition_penalty or 1.0),
             ends=self._loaded.eos_token_ids,
         )
         self._seed += 1

@@ -133,10 +133,9 @@ class RemotePartner:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body |= {"temperature": job.temperature, "max_tokens": job.max_new_tokens}
-        body |= {
-            name: value for name in ("top_k", "top_p") if (value := getattr(job, name)) is not None
-        }
+        body["max_tokens"] = job.max_new_tokens
+        settings = ("temperature", "top_k", "top_p")  # what is left out is the server's to say
+        body |= {name: value for name in settings if (value := getattr(job, name)) is not None}
         if self._seed is not None:
             body["seed"], self._seed = self._seed, self._seed + 1
         self.tokens = 0

@@ -21,7 +21,8 @@ from quantflow.models.chat_template import chat_tokens
 from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, Stream
 from quantflow.runtime.decoding.text import continuation
-from quantflow.runtime.generate_job import Rules, Sampling
+from quantflow.runtime.generate_job import GENERATION_CONFIGS, Rules, Sampling
+from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.load import load
 
 Conversation = Sequence[Mapping[str, str]]
@@ -53,6 +54,7 @@ class TextGeneration:
         kv_cache: str = "auto",
         exact: bool = False,
         kv_memory: int | None = None,
+        generation_config: str = "auto",
     ) -> None:
         """Load an artifact.
 
@@ -63,10 +65,17 @@ class TextGeneration:
             kv_cache: kind of the KV cache, as `quantflow.load` takes it.
             exact: leave inputs as the schemes say, as for `quantflow.load`.
             kv_memory: bytes that keys and values may take; None: what is free.
+            generation_config: `auto` draws as the model's generation_config.json says, where a call
+                says nothing; `none` and `vllm` do not.
 
         Raises:
             QuantflowError: it cannot be loaded, or has no tokenizer.
         """
+        if generation_config not in GENERATION_CONFIGS:
+            raise UsageError(
+                f"pipeline: generation_config {generation_config!r}",
+                f"use one of {', '.join(GENERATION_CONFIGS)}",
+            )
         weights: torch.dtype = getattr(torch, dtype)
         loaded = load(
             artifact, decoder="auto", backend=backend, dtype=weights, kv_cache=kv_cache, exact=exact
@@ -75,6 +84,11 @@ class TextGeneration:
             raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")
         self.tokenizer = loaded.tokenizer
         self._ends = loaded.eos_token_ids
+        self._defaults = (
+            sampling_defaults(loaded.artifact.checkpoint)
+            if generation_config == "auto"
+            else NO_DEFAULTS
+        )
         limits = BatchLimits(max_concurrent_requests=1 << 20, max_stop_sequences=1 << 10)
         self._engine = Engine(
             loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=kv_memory
@@ -98,7 +112,8 @@ class TextGeneration:
         Args:
             inputs: a text, a conversation, or a list of these.
             max_new_tokens: tokens that are added at most.
-            do_sample: draw tokens; None: where `options` say how.
+            do_sample: draw tokens; None: where `options` say how, or the model's
+                generation_config.json says that they are drawn.
             num_return_sequences: texts per prompt; above 1 they are drawn.
             return_full_text: a text begins with its prompt, a conversation with its messages.
             stop_strings: texts end with any of these.
@@ -125,13 +140,18 @@ class TextGeneration:
                 f"options are {', '.join((*_SAMPLING, *_RULES))}",
             )
         drawn = {name: value for name in _SAMPLING if (value := options.get(name)) is not None}
-        samples = bool(drawn) if do_sample is None else do_sample
+        own = self._defaults
+        samples = bool(drawn) or own.samples if do_sample is None else do_sample
+        filters = own.filters()
+        if filters.get("temperature") == 0:  # it takes the likeliest token
+            samples, filters = bool(drawn) or bool(do_sample), {}
         if num_return_sequences < 1 or (num_return_sequences > 1 and not samples):
             raise UsageError(
                 f"num_return_sequences={num_return_sequences}, do_sample={samples}",
                 "sample, or ask for one",
             )
-        rules = Rules(**{name: options[name] for name in _RULES if name in options})
+        asked = {name: options[name] for name in _RULES if name in options}
+        rules = Rules(**{"repetition_penalty": own.repetition_penalty or 1.0, **asked})
         alone = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], Mapping))
         prompts: list[Any] = [inputs] if alone else list(inputs)
         continued = [
@@ -146,8 +166,9 @@ class TextGeneration:
             for ids in rows:
                 streams.append([])
                 for _ in range(num_return_sequences):
-                    sampling, seed = Sampling(**drawn, seed=seed) if samples else None, seed + 1
-                    asked = BatchRequest(
+                    sampling = Sampling(**{**filters, **drawn}, seed=seed) if samples else None
+                    seed += 1
+                    request = BatchRequest(
                         input_ids=ids,
                         max_new_tokens=max_new_tokens,
                         sampling=sampling,
@@ -155,7 +176,7 @@ class TextGeneration:
                         ends=self._ends,
                         stop=stops,
                     )
-                    streams[-1].append(self._engine.submit(asked))
+                    streams[-1].append(self._engine.submit(request))
             answers = [
                 [
                     self._text(prompt, ids, one, full=return_full_text, continues=continues)

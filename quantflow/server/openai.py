@@ -28,6 +28,7 @@ from quantflow.server.bodies import (
 from quantflow.server.errors import Refused, invalid
 from quantflow.server.events import EventStream
 from quantflow.server.generation import Answer, AnswerPiece, Timings
+from quantflow.server.grammar import JSON_TYPES
 from quantflow.server.http import Endpoint, HttpCall, typed
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage

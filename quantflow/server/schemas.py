@@ -104,7 +104,8 @@ class _Closing:
             return
         yield node if isinstance(node.get("properties", {}), dict) else {}
         for key in _PARTS:
-            for one in node.get(key) if isinstance(node.get(key), list) else ():
+            members = node.get(key)
+            for one in members if isinstance(members, list) else ():
                 yield from self._parts(one, seen)
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in seen:

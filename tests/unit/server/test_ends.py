@@ -10,6 +10,10 @@ import shutil
 import pytest
 
 import quantflow
+from quantflow.errors import UsageError
+from quantflow.runtime.chat_job import ChatJob
+from quantflow.runtime.generate_job import Sampling
+from quantflow.runtime.generation_config import SamplingDefaults
 from tests.unit.server.conftest import ROOT
 
 ENDS, WORD = 4095, 299
@@ -107,6 +111,51 @@ def test_a_pipeline_ends_there_too(tuned):
         generator._ends = tuple(range(4096))  # whatever the model says is an end
         options = {"max_new_tokens": 4, "return_full_text": False, "do_sample": False}
         assert generator("def", **options) == [{"generated_text": ""}]
+
+
+def test_a_pipeline_draws_as_the_maker_says(tuned, monkeypatch):
+    with quantflow.pipeline(tuned) as generator:
+        assert generator._defaults.values() == {"temperature": 0.01, "top_k": 1}
+        wild = SamplingDefaults(temperature=3.0, samples=True)
+        monkeypatch.setattr(generator, "_defaults", wild)
+        options = {"max_new_tokens": 6, "return_full_text": False}
+        texts = {generator("def", seed=seed, **options)[0]["generated_text"] for seed in range(3)}
+        assert len(texts) == 3
+        greedy = generator("def", do_sample=False, **options)
+        assert generator("def", top_k=1, seed=9, **options) == greedy
+        wild = SamplingDefaults(temperature=3.0)  # it does not say that tokens are drawn
+        monkeypatch.setattr(generator, "_defaults", wild)
+        assert generator("def", seed=4, **options) == greedy
+    with pytest.raises(UsageError, match="generation_config 'all'"):
+        quantflow.pipeline(tuned, generation_config="all")
+
+
+def test_a_chat_draws_as_the_maker_says(tuned, template):
+    texts = {}
+    for choice in ("auto", "none"):
+        job = ChatJob(
+            artifact=tuned,
+            chat_template=template,
+            generation_config=choice,
+            max_new_tokens=8,
+            seed=1,
+        )
+        partner = job.partner()
+        answers = [partner.answer(CHAT["messages"]) for _ in range(3)]
+        texts[choice] = {"".join(piece.text for piece in pieces) for pieces in answers}
+        partner.close()
+    assert len(texts["auto"]) == 1 and len(texts["none"]) > 1
+
+
+def test_what_is_asked_for_in_a_chat_wins():
+    job = ChatJob(artifact="x", temperature=0.2, top_k=3)
+    assert job.sampling(5, temperature=0.9, min_p=0.1) == Sampling(
+        temperature=0.2, top_k=3, min_p=0.1, seed=5
+    )
+    assert ChatJob(artifact="x").sampling(0) == Sampling(temperature=0.7)
+    assert ChatJob(artifact="x").sampling(0, temperature=0) is None
+    with pytest.raises(UsageError, match="generation_config none with a server"):
+        ChatJob(url="http://x", generation_config="none")
 
 
 @pytest.mark.parametrize("stop", ["<s>", "x<s>", "<s>y"], ids=str)
