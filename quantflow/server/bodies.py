@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quantflow.server.errors import invalid
-from quantflow.server.fields import NESTED, ROWS, Row, refuse
+from quantflow.server.fields import NESTED, ROWS, FieldRow, refuse
 
 U32 = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
@@ -25,7 +25,7 @@ class Body(BaseModel):
     """A JSON object: numbers are finite, text is no number, and true and false are neither."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="ignore")
-    others: ClassVar[tuple[Row, ...]] = ()  # fields of other servers, and what becomes of them
+    others: ClassVar[tuple[FieldRow, ...]] = ()  # fields of other servers, and what becomes of them
     place: ClassVar[str] = ""  # kind of the request
     inside: ClassVar[str] = ""  # name of the object in its body
 

@@ -22,7 +22,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class FieldRow:
     """Fields that share their fate.
 
     Attributes:
@@ -44,21 +44,21 @@ class Row:
     only: tuple[str, ...] = ()
 
 
-def _applied(names: str, servers: str, note: str) -> Row:
-    return Row(tuple(names.split()), servers, Fate.APPLIED, note)
+def _applied(names: str, servers: str, note: str) -> FieldRow:
+    return FieldRow(tuple(names.split()), servers, Fate.APPLIED, note)
 
 
 def _refused(
     names: str, servers: str, note: str, *, neutral: tuple[Any, ...] = (), only: str = ""
-) -> Row:
-    return Row(tuple(names.split()), servers, Fate.REFUSED, note, neutral, tuple(only.split()))
+) -> FieldRow:
+    return FieldRow(tuple(names.split()), servers, Fate.REFUSED, note, neutral, tuple(only.split()))
 
 
-def _ignored(names: str, servers: str, note: str) -> Row:
-    return Row(tuple(names.split()), servers, Fate.IGNORED, note)
+def _ignored(names: str, servers: str, note: str) -> FieldRow:
+    return FieldRow(tuple(names.split()), servers, Fate.IGNORED, note)
 
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[FieldRow, ...] = (
     # where a text ends
     _applied("stop", "all", "strings that end the text; special tokens too"),
     _applied("stop_sequences", "TGI (old)", "as `stop`"),
@@ -229,7 +229,7 @@ ROWS: tuple[Row, ...] = (
     _refused("sampling_params", "SGLang", "put its fields beside the others"),
 )
 # what may stand in objects inside a body: object -> rows
-NESTED: Mapping[str, tuple[Row, ...]] = {
+NESTED: Mapping[str, tuple[FieldRow, ...]] = {
     "structured_outputs": (
         _applied("json regex choice grammar json_object", "vLLM", "one of them"),
         _refused("structural_tag", "vLLM", "give `tools`"),
@@ -264,7 +264,7 @@ NESTED: Mapping[str, tuple[Row, ...]] = {
 }
 
 
-def refuse(value: Any, rows: tuple[Row, ...], *, place: str = "", inside: str = "") -> None:
+def refuse(value: Any, rows: tuple[FieldRow, ...], *, place: str = "", inside: str = "") -> None:
     """Refuse an object that has a field which asks for what is not done here.
 
     Args:
