@@ -57,7 +57,6 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         first.
     """
     job = _with_folders(job, progress)
-    job.signature.check(job.artifact)
     counts = (*job.batch_sizes, *job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or not job.input_tokens or min(counts) < 1 or job.warmups < 0:
         lengths = ", ".join(map(str, job.input_tokens))
@@ -81,6 +80,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     without |= {"a baseline": job.baseline is not None, "torch_compile": job.torch_compile}
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
+        job.signature.check(job.artifact)  # once more in each rank, which loads what it checked
         return rank_processes.start("bench", job, world=world, progress=progress, bind=job.bind)
     if job.baseline is not None and launched_rank() is None:
         return _kept(job, _beside(job, job.baseline, progress))
@@ -101,6 +101,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             compiled=job.torch_compile,
             device=job.device,
             communicator=communicator,
+            require_signature=job.signature.trusted,
         )
         load_seconds, threads = time.perf_counter() - begin, torch.get_num_threads()
         batches = rank_processes.drive(

@@ -15,6 +15,7 @@ from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
 from quantflow.files.folder import Listing, list_files, refuse_small_pointer
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, read_header
+from quantflow.files.sealed import SealedFolder
 from quantflow.files.side_file_kinds import PICKLES, has_known_name
 from quantflow.files.torch_file import read_torch_header
 
@@ -120,6 +121,8 @@ class Checkpoint:
         unused: tensors of the files that no module has, by name; they are not among `tensors`.
             Artifacts get a copy, and nothing else reads them.
         stored_names: name among `tensors` or `whole` -> name in the file, where the two differ.
+        sealed: what `folder` is the private copy of, where bytes are compared with hashes; the copy
+            is there as long as this is.
     """
 
     folder: Path
@@ -133,6 +136,7 @@ class Checkpoint:
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
     unused: dict[str, UnusedTensor] = field(default_factory=dict)
     stored_names: dict[str, str] = field(default_factory=dict)
+    sealed: SealedFolder | None = field(default=None, compare=False, repr=False)
 
     def renamed(self, spelled: Mapping[str, str]) -> "Checkpoint":
         """The checkpoint with other names of some tensors.
@@ -194,6 +198,14 @@ class Checkpoint:
             tensors |= {part.name: (file, part) for part in parts}
             whole[name] = (file, info, tuple(part.name for part in parts))
         return replace(self, tensors=tensors, whole=whole)
+
+    def with_seal(self, sealed: SealedFolder) -> "Checkpoint":
+        """The checkpoint of a private copy, whose tensors are read from the files themselves."""
+        tensors = {
+            name: (file, replace(info, sealed=sealed.files.get(file)))
+            for name, (file, info) in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, sealed=sealed)
 
     @property
     def located(self) -> dict[str, tuple[str, TensorInfo]]:

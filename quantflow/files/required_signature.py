@@ -58,12 +58,19 @@ class RequiredSignature:
     def check(self, folder: Path) -> None:
         """Refuse an artifact without the signature; do nothing where none is needed.
 
+        It is for what follows to say so early: what runs has to be opened by `trusted`.
+
         Raises:
             InputError: there is no signature, or a key cannot be read.
             IntegrityError: the signature is another's, or the artifact was changed.
         """
         if self:
             signing.require_signature(folder, self._trusted())
+
+    @property
+    def trusted(self) -> signing.Trusted | None:
+        """The signer that is needed; None where none is. `load` takes it."""
+        return self._trusted() if self else None
 
     def _trusted(self) -> signing.Trusted:
         roots = tuple(map(Path, self.certificates))

@@ -12,13 +12,14 @@ key is refused.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantflow.errors import InputError
 from quantflow.files.canonical import parse_json
 from quantflow.files.folder import POINTER_START, reading, refuse_pointer
+from quantflow.files.sealed import SealedFile
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_INTEGER = 2**63 - 1
@@ -46,6 +47,7 @@ class TensorInfo:
         nbytes: bytes of the tensor.
         strides: elements from one to the next along each axis; None where they lie one after the
             other. Others are a part of a tensor of the file, or its transpose.
+        sealed: the file, where its bytes are compared with a hash when they are read.
     """
 
     name: str
@@ -54,6 +56,7 @@ class TensorInfo:
     offset: int
     nbytes: int
     strides: tuple[int, ...] | None = None
+    sealed: SealedFile | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ class TensorPart:
             offset=whole.offset + self.start * itemsize,
             nbytes=elements * itemsize,
             strides=None if self.strides == tuple(reversed(dense)) else self.strides,
+            sealed=whole.sealed,
         )
 
 

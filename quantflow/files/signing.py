@@ -12,11 +12,12 @@ certificates need no network; a Sigstore identity does.
 """
 
 import base64
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantflow.errors import (
@@ -28,10 +29,11 @@ from quantflow.errors import (
     extra,
 )
 from quantflow.files import disk
-from quantflow.files.canonical import read_json, readable_json
+from quantflow.files.canonical import json_bytes, parse_json, readable_json
 from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
 from quantflow.files.outputs import beside
 from quantflow.files.provenance import BOM_SUFFIX, STATEMENT_SUFFIX, bill_of_materials, statement
+from quantflow.files.sealed import SealedFolder, seal
 from quantflow.files.verify import verify
 
 SIGNATURE_SUFFIX = ".sig"
@@ -92,6 +94,11 @@ class Trusted:
                 f"signature: {listed} to compare with",
                 "give a key, or certificates, or an identity with its issuer",
             )
+
+    @classmethod
+    def of(cls, signer: "str | Path | Trusted") -> "Trusted":
+        """The signer of this public key, or itself."""
+        return signer if isinstance(signer, Trusted) else cls(key=Path(signer))
 
 
 def sign(folder: Path, signer: Signer) -> dict[str, str]:
@@ -161,15 +168,51 @@ def require_signature(
             the message says which.
         UnsupportedError: model-signing is not installed.
     """
+    return _compare(folder, trusted, signature=signature, sealed=None)
+
+
+def open_signed(folder: Path, trusted: Trusted) -> SealedFolder:
+    """An artifact that the trusted signer signed, opened so that these bytes alone are read.
+
+    Each file is read and hashed once, and the hashes are compared with the signature and with the
+    manifest. What is read of the result later are the bytes that were hashed, or an IntegrityError.
+
+    Raises:
+        QuantflowError: see `require_signature`, `quantflow.files.sealed.seal` and `verify`.
+    """
+    _bundle(folder, None)  # before anything is hashed
+    _library()
+    sealed = seal(folder)
+    _compare(folder, trusted, signature=None, sealed=sealed)
+    with sealed.named():
+        verify(sealed.place, manifest=sealed.manifest, hashes=sealed.digests)
+    return sealed
+
+
+def _bundle(folder: Path, signature: Path | None) -> tuple[Path, bytes]:
+    """The path of a signature, and its content.
+
+    Raises:
+        InputError: there is none, or it is no JSON.
+    """
     path = beside(folder, SIGNATURE_SUFFIX) if signature is None else signature
     if not path.is_file():
         raise InputError(
             f"{folder}: no signature {path}",
             "run `quantflow sign`, or get the signature from whom made the artifact",
         )
-    bundle = read_json(path)
+    return path, json_bytes(path)
+
+
+def _compare(
+    folder: Path, trusted: Trusted, *, signature: Path | None, sealed: SealedFolder | None
+) -> dict[str, Any]:
+    """What `require_signature` does; the hashes are those of `sealed` where it is given."""
+    path, content = _bundle(folder, signature)
+    bundle = parse_json(content, str(path))
     library = _library()
-    check = library.verifying.Config().set_hashing_config(_hashing(library, folder))
+    hashing = _hashing(library, folder) if sealed is None else _hashed(library, sealed)
+    check = library.verifying.Config().set_hashing_config(hashing)
     for file in (trusted.key, *trusted.roots):
         if file is not None and not file.is_file():
             raise InputError(f"{file}: no such file", "give a PEM file")
@@ -186,13 +229,18 @@ def require_signature(
             check.use_sigstore_verifier(identity=trusted.identity, oidc_issuer=trusted.issuer)
     if trusted.roots:
         _require_today(bundle, path)
-    with _refusing(
-        IntegrityError,
-        f"{path}: not a signature of {folder} by {trusted.key or trusted.identity or 'them'}",
-        _AGAIN,
+    with (
+        tempfile.NamedTemporaryFile(suffix=SIGNATURE_SUFFIX) as copy,  # the bundle that was read
+        _refusing(
+            IntegrityError,
+            f"{path}: not a signature of {folder} by {trusted.key or trusted.identity or 'them'}",
+            _AGAIN,
+        ),
     ):
-        check.verify(folder, path)
-    manifest = read_manifest(folder)
+        copy.write(content)
+        copy.flush()
+        check.verify(folder, Path(copy.name))
+    manifest = read_manifest(folder) if sealed is None else sealed.manifest
     texts = {STATEMENT_SUFFIX: statement, BOM_SUFFIX: bill_of_materials}
     compared = [str(path)]
     for suffix, text in texts.items():
@@ -207,6 +255,33 @@ def require_signature(
 def _hashing(library: Any, folder: Path) -> Any:
     ignored = [folder / name for name in (*_UNSIGNED, ".git", ".cache")]
     return library.hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
+
+
+def _hashed(library: Any, sealed: SealedFolder) -> Any:
+    """A hashing configuration of model-signing whose hashes are known: nothing is read for them."""
+    from model_signing import manifest
+    from model_signing._hashing.hashing import Digest
+
+    class Hashed(library.hashing.Config):  # type: ignore[misc]
+        """The hashes of a sealed folder, under the name and the method of its signature."""
+
+        def hash(self, model_path: Path, *, files_to_hash: Any = None) -> Any:
+            """The manifest of every file that counts."""
+            del files_to_hash
+            ignored = [model_path / path for path in self._ignored_paths]
+            items = [
+                manifest.FileManifestItem(
+                    path=PurePosixPath(name), digest=Digest("sha256", bytes.fromhex(digest))
+                )
+                for name, digest in sealed.digests.items()
+                if not {model_path / name, *(model_path / name).parents} & set(ignored)
+            ]
+            method = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
+            return manifest.Manifest(
+                model_path.name, items, manifest.SerializationType.from_args(method)
+            )
+
+    return Hashed()
 
 
 def _require_today(bundle: Any, path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from quantflow.errors import InputError, IntegrityError
 from quantflow.files.canonical import file_digest
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint
-from quantflow.files.folder import list_files, refuse_small_pointer
+from quantflow.files.folder import refuse_small_pointer
 from quantflow.files.ledger import Ledger
 from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
-from quantflow.files.origin import is_snapshot
+from quantflow.files.sealed import require_same_names
 
 _AGAIN = "copy or export the artifact again"
 
@@ -49,15 +49,7 @@ def verify(
     """
     manifest, known = manifest or read_manifest(folder), hashes or {}
     recorded = manifest["files"]
-    listing = list_files(folder, follow_links=is_snapshot(folder))
-    if listing.others:
-        raise IntegrityError(
-            f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)"
-        )
-    for name in sorted(recorded.keys() - set(listing.files)):
-        raise IntegrityError(f"{name}: recorded in {MANIFEST_NAME}, missing in the folder", _AGAIN)
-    for name in sorted(set(listing.files) - recorded.keys() - UNHASHED):
-        raise IntegrityError(f"{name}: in the folder, not recorded in {MANIFEST_NAME}", "remove it")
+    there = require_same_names(folder, recorded)
     for _ in map_all(
         lambda name: _check_file(folder, name, recorded[name], known.get(name)), sorted(recorded)
     ):
@@ -70,7 +62,7 @@ def verify(
         "proof": manifest["proof"],
         "files": len(recorded),
         "bytes": sum(row["bytes"] for row in recorded.values()),
-        "unhashed": [name for name in listing.files if name in UNHASHED and name != MANIFEST_NAME],
+        "unhashed": [name for name in there if name in UNHASHED and name != MANIFEST_NAME],
         "tensors": len(checkpoint.tensors),
         "tensor_bytes": sum(info.nbytes for info in checkpoint.infos.values()),
         "source_bytes": ledger.bytes_by_action(),

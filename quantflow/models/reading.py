@@ -82,7 +82,7 @@ def read_tensor(
         else _strided(path, info)
     )
     if info.strides is None:
-        read_into(path, tensor, info.offset, name=info.name)
+        _read(path, info, tensor, info.offset)
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
     return tensor
@@ -95,7 +95,7 @@ def _strided(path: Path, info: TensorInfo) -> Tensor:
         (size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True)
     )
     around = torch.empty(span, dtype=_dtype(path, info))
-    read_into(path, around, info.offset, name=info.name)
+    _read(path, info, around, info.offset)
     return around.as_strided(info.shape, info.strides).contiguous()
 
 
@@ -133,7 +133,7 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
     start = 0
     for stop in range(1, len(wanted) + 1):
         if stop == len(wanted) or wanted[stop] != wanted[stop - 1] + 1:
-            read_into(path, tensor[start:stop], info.offset + wanted[start] * width, name=info.name)
+            _read(path, info, tensor[start:stop], info.offset + wanted[start] * width)
             start = stop
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
@@ -160,19 +160,33 @@ def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
     tensor = torch.empty(info.shape[0], columns.stop - columns.start, dtype=_dtype(path, info))
     view = bytes_of(tensor)
     width, share = info.shape[1] * tensor.itemsize, tensor.shape[1] * tensor.itemsize
-    with reading(path) as file:
-        for row in range(info.shape[0]):
-            offset = info.offset + row * width + columns.start * tensor.itemsize
-            _fill(
-                file.fileno(),
-                view[row * share : (row + 1) * share],
-                offset,
-                name=info.name,
-                file=path.name,
-            )
+    places = [
+        (view[row * share :][:share], info.offset + row * width + columns.start * tensor.itemsize)
+        for row in range(info.shape[0])
+    ]
+    if info.sealed is not None:
+        for part, offset in places:
+            info.sealed.read_into(part, offset)
+    else:
+        with reading(path) as file:
+            for part, offset in places:
+                _fill(file.fileno(), part, offset, name=info.name, file=path.name)
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
     return tensor
+
+
+def _read(path: Path, info: TensorInfo, tensor: Tensor, offset: int) -> None:
+    """Fill a contiguous tensor with bytes of `info`, from `offset` of its file.
+
+    Raises:
+        InputError: the file ends early.
+        IntegrityError: the file is sealed, and was changed.
+    """
+    if info.sealed is None:
+        read_into(path, tensor, offset, name=info.name)
+    else:
+        info.sealed.read_into(bytes_of(tensor), offset)
 
 
 def read_into(path: Path, tensor: Tensor, offset: int, *, name: str) -> None:
@@ -244,7 +258,7 @@ def check_stored(path: Path, info: TensorInfo) -> None:
     piece = torch.empty(min(info.nbytes, _PIECE) // dtype.itemsize, dtype=dtype)
     for start in range(0, info.nbytes, _PIECE):
         part = piece[: (info.nbytes - start) // dtype.itemsize]
-        read_into(path, part, info.offset + start, name=info.name)
+        _read(path, info, part, info.offset + start)
         check_finite(part, name=info.name, path=path)
 
 

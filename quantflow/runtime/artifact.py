@@ -34,6 +34,7 @@ from quantflow.files.checkpoint import (
 )
 from quantflow.files.ledger import UNUSED
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
+from quantflow.files.sealed import SealedFolder
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
@@ -297,6 +298,7 @@ def open_artifact(
     device: str | torch.device = "cpu",
     manifest: dict[str, Any] | None = None,
     inputs: Inputs = "stored",
+    sealed: SealedFolder | None = None,
 ) -> Artifact:
     """Open an artifact; memory holds headers and the manifest, no weight.
 
@@ -311,6 +313,8 @@ def open_artifact(
         inputs: treatment of inputs that the schemes leave alone. `stored`: none. `rounded`: a
             kernel that multiplies integers gets them rounded. `usual`: rounded where the manifest
             says that this costs little (`rounds_inputs`).
+        sealed: what `quantflow.files.signing.open_signed` made of the folder: it is read in place
+            of the folder, and nothing is verified again.
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -323,10 +327,14 @@ def open_artifact(
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     folder = Path(folder)
-    manifest = manifest or read_manifest(folder)
-    if verify:
-        verify_artifact(folder, manifest=manifest)
-    checkpoint = open_checkpoint(folder)
+    if sealed is not None:
+        manifest = sealed.manifest
+        checkpoint = open_checkpoint(sealed.place).with_seal(sealed)
+    else:
+        manifest = manifest or read_manifest(folder)
+        if verify:
+            verify_artifact(folder, manifest=manifest)
+        checkpoint = open_checkpoint(folder)
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
         raise InputError(
@@ -529,6 +537,7 @@ def open_folder(
     device: str | torch.device = "cpu",
     manifest: dict[str, Any] | None = None,
     inputs: Inputs = "stored",
+    sealed: SealedFolder | None = None,
 ) -> Artifact:
     """Open an artifact, a folder that another program quantized, or a model.
 
@@ -546,13 +555,14 @@ def open_folder(
         device: device of the weights.
         manifest: content of an artifact's quantflow.json, where it has been read before.
         inputs: treatment of an artifact's inputs, as for `open_artifact`.
+        sealed: an artifact's, as for `open_artifact`.
 
     Raises:
         UsageError: a backend for a model, which has no quantized linear; see `open_artifact` for
             others.
         QuantflowError: see `open_artifact` and `quantflow.models.load.open_source`.
     """
-    if is_artifact(folder):
+    if sealed is not None or is_artifact(folder):
         return open_artifact(
             folder,
             backend=backend,
@@ -561,6 +571,7 @@ def open_folder(
             device=device,
             manifest=manifest,
             inputs=inputs,
+            sealed=sealed,
         )
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")

@@ -36,7 +36,6 @@ class LocalPartner:
             UsageError: it has no chat template.
         """
         assert job.artifact is not None
-        job.signature.check(job.artifact)
         dtype: torch.dtype = getattr(torch, job.dtype)
         loaded = load(
             job.artifact,
@@ -45,6 +44,7 @@ class LocalPartner:
             backend=job.backend,
             dtype=dtype,
             exact=job.exact,
+            require_signature=job.signature.trusted,
         )
         if loaded.tokenizer is None:
             raise InputError(

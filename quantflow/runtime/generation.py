@@ -57,7 +57,6 @@ def run(
     folder = model_folder(job.artifact, revision=job.revision, progress=telling)
     job = replace(job, artifact=folder)
     _check(job)
-    job.signature.check(job.artifact)
     without = {
         "the transformers decoder": job.decoder == "transformers",
         f"device {job.device}": job.device != "cpu",
@@ -71,6 +70,7 @@ def run(
         "generate", job.ranks, trusted=job.trust_network, without=without
     )
     if rank_processes.starts(world):
+        job.signature.check(job.artifact)  # once more in each rank, which loads what it checked
         return rank_processes.start(
             "generate", job, world=world, progress=telling, stream=stream, bind=job.bind
         )
@@ -114,7 +114,7 @@ def _continue(
     progress: Progress,
 ) -> dict[str, Any]:
     """The outputs, their times, and the decoder."""
-    tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
+    tokenizer = loaded.tokenizer or load_tokenizer(loaded.artifact.checkpoint.folder)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
     refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
     chat = job.chat or any(not isinstance(prompt, str) for prompt in prompts)
@@ -235,6 +235,7 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
     options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
+    options["require_signature"] = job.signature.trusted
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
         options |= {

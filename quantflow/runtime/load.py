@@ -111,12 +111,14 @@ def load(
         compiled: transformers' modules run, and torch.compile compiles them at the first token;
             `auto` then means them.
         require_signature: public key, PEM, or identity that the signature beside the artifact has
-            to have; checked first.
+            to have; checked first. The bytes that were checked are those that run, whatever becomes
+            of the folder (`quantflow.files.sealed`).
         communicator: connection to the other processes that share the model; this one then holds
             its part of the lean decoder alone.
 
     Raises:
-        IntegrityError: a file differs from its hash.
+        IntegrityError: a file differs from its hash, or was changed while it was loaded and has to
+            be signed.
         InputError: a tensor that is missing, unknown or not used; a scale that is not finite and
             positive; no manifest; damaged files of a tokenizer.
         UnsupportedError: a family, layout version, device or scheme that this version does not
@@ -127,11 +129,11 @@ def load(
     """
     folder, device = Path(folder), torch.device(device)
     cpu_threads.tell_torch()
-    if require_signature is not None:
-        trusted = require_signature if isinstance(require_signature, signing.Trusted) else None
-        signing.require_signature(
-            folder, trusted or signing.Trusted(key=Path(str(require_signature)))
-        )
+    sealed = (
+        None
+        if require_signature is None
+        else signing.open_signed(folder, signing.Trusted.of(require_signature))
+    )
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if compiled and decoder == "lean":
@@ -155,22 +157,22 @@ def load(
     kept = None
     manifest = None
     if pack and decoder != "transformers" and device.type == "cpu":
-        if is_model(folder):
+        if sealed is None and is_model(folder):
             raise UsageError(
                 f"{folder}: a pack of a model that is not quantized, which has no hash",
                 "leave pack out",
             )
-        if not is_artifact(folder):
+        if sealed is None and not is_artifact(folder):
             raise UsageError(
                 f"{folder}: a pack of another program's folder, which has no hash", "leave pack out"
             )
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder) if sealed is None else sealed.manifest
         rounds = not exact and rounds_inputs(manifest)
         kept = _pack(
             folder, manifest["digest"], (backend, dtype, rounds), communicator, verify=verify
         )
         # the weights' own files are not read, and the pack has been checked
-        if kept.complete and verify:
+        if kept.complete and verify and sealed is None:
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
@@ -183,6 +185,7 @@ def load(
         device=device,
         manifest=manifest,
         inputs=inputs,
+        sealed=sealed,
     )
     reason = why if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or communicator is not None:

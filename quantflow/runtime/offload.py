@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.files.signing import Trusted, open_signed
 from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.models.skeleton import skeleton
@@ -154,6 +155,7 @@ def load_offloaded(
     verify: bool = True,
     crops: bool = False,
     exact: bool = False,
+    require_signature: str | Path | Trusted | None = None,
 ) -> Loaded:
     """Open an artifact as a model whose weights stay on disk.
 
@@ -172,6 +174,7 @@ def load_offloaded(
         verify: compare every file with its recorded hash first.
         crops: whether `crop` will be called.
         exact: leave inputs as the schemes say, as for `load`.
+        require_signature: signer, as for `load`; weights are compared whenever they are read.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values:
@@ -179,7 +182,16 @@ def load_offloaded(
     """
     _return_memory()
     inputs: Inputs = "stored" if exact else "usual"
-    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, inputs=inputs)
+    artifact = open_folder(
+        folder,
+        backend=backend,
+        dtype=dtype,
+        verify=verify,
+        inputs=inputs,
+        sealed=None
+        if require_signature is None
+        else open_signed(Path(folder), Trusted.of(require_signature)),
+    )
     model = skeleton(artifact.config, dtype=artifact.dtype)
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())

@@ -430,7 +430,6 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
         QuantflowError: see `quantflow.runtime.load.load`; or a required signature is missing or
             another's.
     """
-    job.signature.check(folder)
     dtype: torch.dtype = getattr(torch, job.dtype)
     return load(
         folder,
@@ -441,6 +440,7 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
         device=job.device,
         pack=job.pack,
         exact=job.exact,
+        require_signature=job.signature.trusted,
     )
 
 

@@ -10,8 +10,10 @@ import shutil
 import sys
 from typing import Any
 
-from quantflow.errors import UnsupportedError, UsageError
+from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.files import disk
 from quantflow.files.canonical import read_json
+from quantflow.files.folder import list_files
 from quantflow.files.manifest import read_manifest
 from quantflow.server.parsers import AUTO, NONE
 from quantflow.server.settings import ServeJob
@@ -56,7 +58,7 @@ def command_of(job: ServeJob) -> list[str]:
                 raise UsageError(
                     f"{declared.flag} with --engine vllm", "leave it out: vLLM has no such option"
                 )
-    job.signature.check(job.artifact)
+    _require_signed(job)
     read_manifest(job.artifact)  # an artifact, and no other folder
     config = read_json(job.artifact / "config.json")
     assert isinstance(config, dict)
@@ -110,6 +112,29 @@ def command_of(job: ServeJob) -> list[str]:
             "[" + ", ".join(f'"{origin}"' for origin in job.cors_allow_origin) + "]",
         ]
     return words
+
+
+def _require_signed(job: ServeJob) -> None:
+    """Check a required signature, where nobody can change what vLLM opens by name afterwards.
+
+    Raises:
+        InputError: another user may write to the artifact, or exchange it.
+        QuantflowError: see `RequiredSignature.check`.
+    """
+    if not job.signature:
+        return
+    job.signature.check(job.artifact)
+    places = (
+        job.artifact,
+        *(job.artifact / name for name in list_files(job.artifact, follow_links=True).files),
+    )
+    open_to = next(filter(disk.writable_by_others, places), disk.replaceable(job.artifact))
+    if open_to is not None:
+        raise InputError(
+            f"{open_to}: others may write to it, and vLLM opens the artifact again after its "
+            "signature was checked",
+            "copy the artifact to a folder of your own, or leave --engine vllm out",
+        )
 
 
 def start(job: ServeJob) -> None:

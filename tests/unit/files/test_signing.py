@@ -1,20 +1,28 @@
 """Signatures of artifacts: a refusal names the changed file, the key or the certificate; exit 7."""
 
 import datetime
+import functools
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantflow.errors import InputError, IntegrityError, UsageError
 from quantflow.exporting import export as export_stage
+from quantflow.files import sealed
 from quantflow.files.canonical import digest_of, readable_json
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.files.signing import Signer, Trusted, require_signature, sign
 from quantflow.files.verify import verify
-from quantflow.server import process
+from quantflow.runtime.load import load
+from quantflow.server import process, vllm
 from quantflow.server.models import open_model
 from quantflow.server.settings import ServeJob
 
@@ -275,8 +283,6 @@ def test_generate_runs_what_the_key_signed_alone(work, artifact, capsys):
     assert run(*line, work / "mine.pub") == 0
     assert run(*line, work / "theirs.pub") == 7
     assert run("bench", artifact, "--require-signature", work / "theirs.pub") == 7
-    from quantflow.runtime.load import load
-
     with pytest.raises(IntegrityError):
         load(artifact, require_signature=work / "theirs.pub")
     with pytest.raises(IntegrityError):
@@ -355,3 +361,225 @@ def test_a_damaged_artifact_is_not_signed(work, tmp_path):
     flipped(folder / "model.safetensors")
     assert run("sign", folder, "--key", work / "mine.pem") == 7
     assert not (tmp_path / "artifact.sig").exists()
+
+
+# Another process that may write to the artifact's folder, between check and load.
+
+RACED = ("model.safetensors", "config.json", "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def forged(work, tmp_path_factory):
+    """A folder of files as long as the artifact's: other weights, a config, another tokenizer."""
+    folder = tmp_path_factory.mktemp("forged")
+    weights = bytearray((work / "artifact" / "model.safetensors").read_bytes())
+    header = 8 + int.from_bytes(weights[:8], "little")
+    places = json.loads(weights[8:header])
+    for name, place in places.items():
+        if name.endswith("layernorm.weight") or name == "model.norm.weight":  # in bfloat16
+            begin, end = (header + offset for offset in place["data_offsets"])
+            weights[begin:end] = b"\x00\xc0\x80\x3f" * ((end - begin) // 4)  # -2, 1, -2, 1
+    (folder / "model.safetensors").write_bytes(weights)
+    config = (work / "artifact" / "config.json").read_text()
+    assert '"rms_norm_eps": 1e-06' in config
+    (folder / "config.json").write_text(config.replace("1e-06", "9e-01"))
+    tokens = json.loads((work / "artifact" / "tokenizer.json").read_text())["model"]["vocab"]
+    one, other = sorted(tokens, key=tokens.get)[40:42]
+    words = (work / "artifact" / "tokenizer.json").read_text()
+    swapped = words.replace(json.dumps(one) + ":", "@:").replace(
+        json.dumps(other) + ":", json.dumps(one) + ":"
+    )
+    (folder / "tokenizer.json").write_text(swapped.replace("@:", json.dumps(other) + ":"))
+    for name in RACED:
+        mine, theirs = (folder / name).read_bytes(), (work / "artifact" / name).read_bytes()
+        assert mine != theirs and len(mine) == len(theirs), name
+    return folder
+
+
+def said_by(loaded):
+    """The loaded model's logits and the tokens of a text."""
+    ids = loaded.tokenizer("ABCDEFGHIJ value")["input_ids"]
+    loaded.decoder.begin(rows=1, capacity=16)
+    return loaded.decoder.forward(torch.tensor([[5, 6, 7, 8]])).tolist(), ids, loaded.eos_token_ids
+
+
+class Intruder:
+    """A hook that changes files of a folder just before a chosen one of its opens and listings."""
+
+    def __init__(self):
+        self.folder, self.before, self.act, self.seen = "", 0, None, 0
+        sys.addaudithook(self._hear)  # for the whole process: no hook can be taken away
+
+    def _hear(self, event, arguments):
+        if self.act is None or event not in ("open", "os.listdir", "os.scandir"):
+            return
+        if str(arguments[0]).startswith(self.folder):
+            self.seen += 1
+            if self.seen == self.before:
+                act, self.act = self.act, None
+                act()
+                self.act = lambda: None  # goes on to count
+
+    @contextmanager
+    def at(self, folder, before, act):
+        self.folder, self.before, self.act, self.seen = str(folder), before, act, 0
+        try:
+            yield
+        finally:
+            self.act = None
+
+
+@pytest.fixture(scope="module")
+def intruder():
+    return Intruder()
+
+
+def exchange(folder, forged, names):
+    """Put forged files under their names, as os.replace does: at once."""
+    for name in names:
+        shutil.copy(forged / name, folder.with_name(f"{name}.new"))
+        os.replace(folder.with_name(f"{name}.new"), folder / name)
+
+
+def overwrite(folder, forged, names):
+    """Write forged content into the files that are there."""
+    for name in names:
+        with (folder / name).open("r+b") as file:
+            file.write((forged / name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "decoder"),
+    [(exchange, "auto"), (overwrite, "auto"), (exchange, "transformers")],
+)
+def test_what_is_changed_before_any_open_of_the_folder_never_runs(
+    work, artifact, forged, tmp_path, intruder, change, decoder
+):
+    """For every n: the files are changed before the n-th open, or listing, of the folder.
+
+    Mesh-LLM/mesh-llm#1708 hashed weights and let the engine open them by name once more;
+    FinGuardName/FinBound#80 the same with an adapter and an ONNX file.
+    """
+    key = work / "mine.pub"
+    true = said_by(load(artifact, decoder=decoder, require_signature=key))
+    with intruder.at(artifact, 0, lambda: None):
+        load(artifact, decoder=decoder, require_signature=key)
+    opens = intruder.seen
+    assert 5 < opens < 40  # a name is opened once, and its folder listed
+    ran = 0
+    for names in ([name] for name in RACED):
+        for before in range(1, opens + 2):
+            folder = tmp_path / f"{names[0]}-{before}" / artifact.name
+            shutil.copytree(artifact, folder)
+            for suffix in (".sig", ".intoto.json", ".cdx.json"):
+                shutil.copy(artifact.with_name(artifact.name + suffix), folder.parent)
+            act = functools.partial(change, folder, forged, names)
+            with intruder.at(folder, before, act), suppress(IntegrityError):
+                assert said_by(load(folder, decoder=decoder, require_signature=key)) == true
+                ran += 1
+            shutil.rmtree(folder.parent)
+    assert ran >= len(RACED)  # what is changed after the last open changes nothing
+
+
+def test_the_same_changes_run_where_a_name_is_checked_and_then_loaded(
+    work, artifact, forged, tmp_path
+):
+    """What the test above would find: forged weights, config and tokens that are told apart."""
+    true = said_by(load(artifact, decoder="auto"))
+    for name in RACED:
+        folder = Path(shutil.copytree(artifact, tmp_path / name))
+        verify(folder)
+        exchange(folder, forged, [name])
+        assert said_by(load(folder, decoder="auto", verify=False)) != true
+
+
+def test_weights_that_stay_on_disk_are_compared_at_every_token(work, artifact, forged, monkeypatch):
+    from quantflow.runtime.offload import load_offloaded
+
+    loaded = load_offloaded(artifact, require_signature=work / "mine.pub")
+    true = said_by(loaded)
+    exchange(artifact, forged, RACED)  # the files that were checked are open
+    assert said_by(loaded) == true
+    monkeypatch.setattr(sealed, "BLOCK", 1 << 12)  # less than the file
+    again = Path(shutil.copytree(work / "artifact", artifact.with_name("again")))
+    assert run("sign", again, "--key", work / "mine.pem") == 0
+    loaded = load_offloaded(again, require_signature=work / "mine.pub")
+    flat = bytes((again / "model.safetensors").stat().st_size)
+    with (again / "model.safetensors").open("r+b") as file:
+        file.write(flat)
+    with pytest.raises(IntegrityError, match="not those that were hashed"):
+        said_by(loaded)
+
+
+SWAPPING = """
+import os, shutil, sys
+folder, *names = sys.argv[1:]
+print("ready", flush=True)
+while True:  # the true file, the forged one, and the forged content inside of the true file
+    for source in ("true", "forged"):
+        for name in names:
+            new = f"{folder}.{name}.new"
+            shutil.copy(os.path.join(f"{folder}.{source}", name), new)
+            os.replace(new, os.path.join(folder, name))
+    for source in ("true", "forged"):
+        for name in names:
+            with open(os.path.join(folder, name), "r+b") as file:
+                file.write(open(os.path.join(f"{folder}.{source}", name), "rb").read())
+"""
+
+
+def test_a_second_process_that_exchanges_files_all_the_time_never_gets_its_weights_run(
+    work, artifact, forged
+):
+    true = said_by(load(artifact, decoder="auto", require_signature=work / "mine.pub"))
+    for kind, source in (("true", artifact), ("forged", forged)):
+        shutil.copytree(source, f"{artifact}.{kind}")
+    command = [sys.executable, "-c", SWAPPING, str(artifact), *RACED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as second:
+        assert second.stdout.readline() == b"ready\n"
+        outcomes = []
+        try:
+            while len(outcomes) < 20 or (None not in outcomes and len(outcomes) < 2000):
+                try:
+                    loaded = load(artifact, decoder="auto", require_signature=work / "mine.pub")
+                    outcomes.append(said_by(loaded) == true)
+                except (IntegrityError, InputError):  # a file is missing or half written
+                    outcomes.append(None)
+        finally:
+            second.kill()
+    assert False not in outcomes and None in outcomes
+
+
+def test_the_bundle_that_was_read_is_the_one_that_is_checked(
+    work, artifact, tmp_path, intruder, monkeypatch
+):
+    """A certificate that expired is not hidden by a bundle that is there for the first look."""
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "certified" / "artifact"))
+    root, certificate, key = certificates(tmp_path, "us", begin=-1, end=1)
+    bundle = folder.with_name("artifact.sig")
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    shutil.copy(artifact.with_name("artifact.sig"), bundle.with_suffix(".other"))
+    for before in range(1, 4):
+        act = functools.partial(shutil.copy, bundle.with_suffix(".other"), bundle)
+        saved = bundle.read_bytes()
+        with intruder.at(bundle, before, act):
+            if before == 1:
+                with pytest.raises(IntegrityError):
+                    require_signature(folder, Trusted(roots=(root,)))
+            else:
+                require_signature(folder, Trusted(roots=(root,)))
+        bundle.write_bytes(saved)
+
+
+def test_vllm_gets_a_signed_artifact_that_nobody_else_may_write_to(work, artifact):
+    """vLLM opens the files by name once more, after their signature was checked."""
+    job = ServeJob(
+        artifact=artifact, engine="vllm", signature=RequiredSignature(key=work / "mine.pub")
+    )
+    assert vllm.command_of(job)[:2] == ["vllm", "serve"]
+    for place in (artifact, artifact / "model.safetensors"):
+        was = place.stat().st_mode
+        place.chmod(0o777)
+        with pytest.raises(InputError, match=f"{place.name}: others may write to it, and vLLM"):
+            vllm.command_of(job)
+        place.chmod(was)

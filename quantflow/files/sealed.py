@@ -1,0 +1,264 @@
+"""An artifact that is opened once: what was hashed is what is read, whatever happens to its folder.
+
+A check by name and a use by name are two things: in between another process can give the name to
+another file, or write into the file. So every file is read once, through one descriptor, and hashed
+while it is read:
+
+1. Small files (config.json, the tokenizer, the index) are copied into a private folder. They are
+   read there.
+2. Of a weight file the header is copied alone; the rest of the copy is a hole, so that a reader
+   which does not know about any of this finds zeros and never another's weights. The descriptor
+   stays open. The state of sha256 is kept at every block, and a block that is read later has to
+   lead from its state to the next one: no other block does.
+
+Hashing twice costs what it cost when the signature and the manifest were checked one after the
+other, and the disk is read once less.
+"""
+
+import hashlib
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantflow.errors import InputError, IntegrityError, QuantflowError
+from quantflow.files import disk
+from quantflow.files.folder import list_files, reading
+from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
+from quantflow.files.origin import is_snapshot
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+BLOCK = 1 << 20  # bytes between two states
+MAX_COPIED = 256 << 20  # bytes of a file that is copied; no reader takes more of one
+WEIGHTS = ".safetensors"
+_LENGTH = 8  # bytes of a weight file that say how long its header is
+_CHANGED = "let nobody else write to the folder, and load it again"
+
+
+class SealedFile:
+    """A file whose bytes are compared, when they are read, with those that were hashed."""
+
+    def __init__(self, path: Path, descriptor: int, states: "list[_Hash]", nbytes: int) -> None:
+        """Take over a descriptor.
+
+        Args:
+            path: path of the file, for messages.
+            descriptor: descriptor that the file was hashed through; closed with this object.
+            states: sha256 of the bytes before each block, and of the whole file.
+            nbytes: bytes of the file.
+        """
+        self.path, self.nbytes = path, nbytes
+        self._descriptor, self._states = descriptor, states
+        self._kept = (-1, b"")  # the last block of which a part was wanted
+        weakref.finalize(self, os.close, descriptor)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` of the file; safe to use from several threads.
+
+        Raises:
+            IntegrityError: the bytes are not those that were hashed.
+        """
+        while view:
+            index, inside = divmod(offset, BLOCK)
+            size = min(BLOCK, self.nbytes - index * BLOCK)
+            taken = min(size - inside, len(view))
+            if taken == size:
+                self._read_block(index, view[:size])
+            else:
+                view[:taken] = self._block(index, size)[inside : inside + taken]
+            view, offset = view[taken:], offset + taken
+
+    def _block(self, index: int, size: int) -> bytes:
+        kept, content = self._kept
+        if kept != index:
+            block = bytearray(size)
+            self._read_block(index, memoryview(block))
+            content = bytes(block)
+            self._kept = (index, content)
+        return content
+
+    def _read_block(self, index: int, view: memoryview) -> None:
+        """Read a whole block, and compare it."""
+        begin = index * BLOCK
+        read = _fill(self._descriptor, view, begin)
+        state = self._states[index].copy()
+        state.update(view)
+        if read < len(view) or state.digest() != self._states[index + 1].digest():
+            raise IntegrityError(
+                f"{self.path}: bytes {begin} to {begin + len(view)} are not those that were hashed "
+                "when the signature was checked",
+                _CHANGED,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SealedFolder:
+    """An artifact's folder as it was when it was opened.
+
+    Attributes:
+        folder: the folder itself, for messages.
+        place: private folder with the copies; removed with this object.
+        digests: file -> sha256; of each file that the manifest names, and of the manifest.
+        files: weight file -> its bytes.
+        manifest: content of quantflow.json.
+    """
+
+    folder: Path
+    place: Path
+    digests: Mapping[str, str]
+    files: Mapping[str, SealedFile]
+    manifest: dict[str, Any]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Say the folder's own name in errors of the block, in place of the private one's."""
+        with _named(self.folder, self.place):
+            yield
+
+
+def seal(folder: Path) -> SealedFolder:
+    """Read and hash every file of an artifact once.
+
+    The hashes say nothing yet: the caller compares them with the manifest and with a signature.
+
+    Raises:
+        InputError: the folder or its manifest is missing; or the private folder would stand where
+            others can exchange it.
+        IntegrityError: a file has another size than the manifest says, or is missing or not in it.
+        UnsupportedError: the manifest has a newer layout version.
+    """
+    place = Path(tempfile.mkdtemp(prefix="quantflow-signed-"))
+    try:
+        if (where := disk.replaceable(place)) is not None:
+            raise InputError(
+                f"{place}: copies of signed files would stand there, and others may write to "
+                f"{where}",
+                "set TMPDIR to a folder of your own",
+            )
+        if not (folder / MANIFEST_NAME).exists():
+            read_manifest(folder)  # says so
+        with _named(folder, place):
+            first, _ = _copied(folder / MANIFEST_NAME, place / MANIFEST_NAME, nbytes=None)
+            manifest = read_manifest(place)
+        recorded = manifest["files"]
+        require_same_names(folder, recorded)
+        for name in recorded:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+
+        def copied(name: str) -> "tuple[str, SealedFile | None]":
+            return _copied(folder / name, place / name, nbytes=recorded[name]["bytes"])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = dict(zip(recorded, pool.map(copied, recorded), strict=True))
+    except BaseException:
+        disk.remove_tree(place)
+        raise
+    sealed = SealedFolder(
+        folder=folder,
+        place=place,
+        digests={MANIFEST_NAME: first} | {name: digest for name, (digest, _) in found.items()},
+        files={name: file for name, (_, file) in found.items() if file is not None},
+        manifest=manifest,
+    )
+    weakref.finalize(sealed, disk.remove_tree, place)
+    return sealed
+
+
+def require_same_names(folder: Path, recorded: Mapping[str, Any]) -> tuple[str, ...]:
+    """The files of an artifact's folder, which are those of its manifest.
+
+    Raises:
+        IntegrityError: a file is missing, was added, or is a link out of the hub's cache.
+        InputError: the folder cannot be read.
+    """
+    listing = list_files(folder, follow_links=is_snapshot(folder))
+    if listing.others:
+        raise IntegrityError(
+            f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)"
+        )
+    for name in sorted(recorded.keys() - set(listing.files)):
+        raise IntegrityError(
+            f"{name}: recorded in {MANIFEST_NAME}, missing in the folder",
+            "copy or export the artifact again",
+        )
+    for name in sorted(set(listing.files) - recorded.keys() - UNHASHED):
+        raise IntegrityError(f"{name}: in the folder, not recorded in {MANIFEST_NAME}", "remove it")
+    return listing.files
+
+
+def _copied(source: Path, target: Path, *, nbytes: int | None) -> "tuple[str, SealedFile | None]":
+    """Hash a file and copy what of it is read by name: (sha256, its bytes where it holds weights).
+
+    Args:
+        source: path of the file.
+        target: path of the copy, which does not exist.
+        nbytes: bytes that it has to have; None takes any.
+
+    Raises:
+        IntegrityError: it has another size, or ends early.
+        InputError: it cannot be read.
+    """
+    weights = source.suffix == WEIGHTS
+    digest = hashlib.sha256()
+    states: list[_Hash] = []
+    memory = memoryview(bytearray(BLOCK))
+    with reading(source) as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        if nbytes is not None and size != nbytes:
+            raise IntegrityError(
+                f"{source.name}: {size} bytes, {MANIFEST_NAME} records {nbytes}",
+                "copy or export the artifact again",
+            )
+        kept = 0 if size > MAX_COPIED else size
+        writer = disk.create(target)
+        try:
+            for start in range(0, size, BLOCK):
+                block = memory[: min(BLOCK, size - start)]
+                if _fill(descriptor, block, start) < len(block):
+                    raise IntegrityError(
+                        f"{source}: ends before byte {start + len(block)}, and had {size} bytes",
+                        _CHANGED,
+                    )
+                if weights and start == 0:
+                    length = int.from_bytes(block[:_LENGTH], "little")
+                    kept = _LENGTH + length if length <= MAX_COPIED else 0
+                states.append(digest.copy())
+                digest.update(block)
+                if start < kept:
+                    disk.write_all(writer, block[: kept - start])
+            os.ftruncate(writer, size)
+        finally:
+            os.close(writer)
+        states.append(digest)
+        if not weights:
+            return digest.hexdigest(), None
+        return digest.hexdigest(), SealedFile(source, os.dup(descriptor), states, size)
+
+
+def _fill(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read until `view` is full or the file ends; the number of bytes."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+@contextmanager
+def _named(folder: Path, place: Path) -> Iterator[None]:
+    try:
+        yield
+    except QuantflowError as error:
+        if str(place) not in error.cause:
+            raise
+        raise type(error)(error.cause.replace(str(place), str(folder)), error.remedy) from error
