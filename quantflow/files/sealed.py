@@ -15,13 +15,15 @@ Hashing twice costs what it cost when the signature and the manifest were checke
 other, and the disk is read once less.
 """
 
+import fcntl
 import hashlib
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,8 @@ BLOCK = 1 << 20  # bytes between two states
 MAX_COPIED = 256 << 20  # bytes of a file that is copied; no reader takes more of one
 WEIGHTS = ".safetensors"
 _LENGTH = 8  # bytes of a weight file that say how long its header is
+_PREFIX = "quantflow-signed-"
+_SETTLED = 60  # seconds after which a private folder is held, or left over
 _CHANGED = "let nobody else write to the folder, and load it again"
 
 
@@ -105,7 +109,8 @@ class SealedFolder:
     Attributes:
         folder: the folder itself, for messages.
         place: private folder with the copies; removed with this object.
-        digests: file -> sha256; of each file that the manifest names, and of the manifest.
+        digests: file -> sha256; of the manifest, of each file that it names, and of those that it
+            may leave out.
         files: weight file -> its bytes.
         manifest: content of quantflow.json.
     """
@@ -134,8 +139,11 @@ def seal(folder: Path) -> SealedFolder:
         IntegrityError: a file has another size than the manifest says, or is missing or not in it.
         UnsupportedError: the manifest has a newer layout version.
     """
-    place = Path(tempfile.mkdtemp(prefix="quantflow-signed-"))
+    place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    held = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as long as this process lives
+        _remove_leftovers(place.parent)
         if (where := disk.replaceable(place)) is not None:
             raise InputError(
                 f"{place}: copies of signed files would stand there, and others may write to "
@@ -148,17 +156,18 @@ def seal(folder: Path) -> SealedFolder:
             first, _ = _copied(folder / MANIFEST_NAME, place / MANIFEST_NAME, nbytes=None)
             manifest = read_manifest(place)
         recorded = manifest["files"]
-        require_same_names(folder, recorded)
-        for name in recorded:
+        names = [name for name in require_same_names(folder, recorded) if name != MANIFEST_NAME]
+        for name in names:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
 
         def copied(name: str) -> "tuple[str, SealedFile | None]":
-            return _copied(folder / name, place / name, nbytes=recorded[name]["bytes"])
+            nbytes = recorded[name]["bytes"] if name in recorded else None
+            return _copied(folder / name, place / name, nbytes=nbytes)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(zip(recorded, pool.map(copied, recorded), strict=True))
+            found = dict(zip(names, pool.map(copied, names), strict=True))
     except BaseException:
-        disk.remove_tree(place)
+        _remove(place, held, os.getpid())
         raise
     sealed = SealedFolder(
         folder=folder,
@@ -167,8 +176,30 @@ def seal(folder: Path) -> SealedFolder:
         files={name: file for name, (_, file) in found.items() if file is not None},
         manifest=manifest,
     )
-    weakref.finalize(sealed, disk.remove_tree, place)
+    weakref.finalize(sealed, _remove, place, held, os.getpid())
     return sealed
+
+
+def _remove(place: Path, held: int, process: int) -> None:
+    """Remove a private folder, in the process that made it."""
+    if process == os.getpid():
+        disk.remove_tree(place)
+    os.close(held)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the private folders of this user's processes that were killed: nobody holds those."""
+    for place in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # one that ends meanwhile removes its own
+            status = place.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _SETTLED:
+                continue
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                disk.remove_tree(place)
+            finally:
+                os.close(descriptor)
 
 
 def require_same_names(folder: Path, recorded: Mapping[str, Any]) -> tuple[str, ...]:

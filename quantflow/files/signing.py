@@ -12,8 +12,9 @@ certificates need no network; a Sigstore identity does.
 """
 
 import base64
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -112,7 +113,7 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
     manifest = read_manifest(folder)
     verify(folder, manifest=manifest)
     library = _library()
-    config = library.signing.Config().set_hashing_config(_hashing(library, folder))
+    config = library.signing.Config().set_hashing_config(_hashing(library, _UNSIGNED))
     for path in (signer.key, signer.certificate, *signer.chain):
         if path is not None and not path.is_file():
             raise InputError(f"{path}: no such file", "give a PEM file")
@@ -211,7 +212,8 @@ def _compare(
     path, content = _bundle(folder, signature)
     bundle = parse_json(content, str(path))
     library = _library()
-    hashing = _hashing(library, folder) if sealed is None else _hashed(library, sealed)
+    unsigned = set(_UNSIGNED) - _names_in(bundle)
+    hashing = _hashing(library, unsigned) if sealed is None else _hashed(library, sealed, unsigned)
     check = library.verifying.Config().set_hashing_config(hashing)
     for file in (trusted.key, *trusted.roots):
         if file is not None and not file.is_file():
@@ -252,12 +254,25 @@ def _compare(
     return {"signature": compared, "digest": manifest["digest"]}
 
 
-def _hashing(library: Any, folder: Path) -> Any:
-    ignored = [folder / name for name in (*_UNSIGNED, ".git", ".cache")]
+def _names_in(bundle: Any) -> set[str]:
+    """The names of files that a signature says to be over; empty where it says none.
+
+    Whether it is one is not known yet.
+    """
+    try:
+        statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+        return {str(one["name"]) for one in statement["predicate"]["resources"]}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return set()
+
+
+def _hashing(library: Any, unsigned: Iterable[str]) -> Any:
+    """A hashing configuration for every file but these; names are relative to the artifact."""
+    ignored = [Path(name) for name in (*unsigned, ".git", ".cache")]
     return library.hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
 
 
-def _hashed(library: Any, sealed: SealedFolder) -> Any:
+def _hashed(library: Any, sealed: SealedFolder, unsigned: Iterable[str]) -> Any:
     """A hashing configuration of model-signing whose hashes are known: nothing is read for them."""
     from model_signing import manifest
     from model_signing._hashing.hashing import Digest
@@ -274,7 +289,8 @@ def _hashed(library: Any, sealed: SealedFolder) -> Any:
                     path=PurePosixPath(name), digest=Digest("sha256", bytes.fromhex(digest))
                 )
                 for name, digest in sealed.digests.items()
-                if not {model_path / name, *(model_path / name).parents} & set(ignored)
+                if name not in unsigned
+                and not {model_path / name, *(model_path / name).parents} & set(ignored)
             ]
             method = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
             return manifest.Manifest(

@@ -207,3 +207,26 @@ def test_files_that_no_reader_takes_whole_are_not_copied(folder, monkeypatch):
     copy = opened.place / "sub" / "more.txt"
     assert copy.stat().st_size == 10240 and not any(copy.read_bytes())
     assert digest_of(opened.digests) and disk.replaceable(opened.place) is None
+
+
+def test_private_folders_of_processes_that_were_killed_are_removed_and_no_others(
+    folder, tmp_path, monkeypatch
+):
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setenv("TMPDIR", str(private))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    held = seal(folder)
+    left, young = private / f"{sealed._PREFIX}left", private / f"{sealed._PREFIX}young"
+    for place in (left, young):
+        (place / "sub").mkdir(parents=True)
+    for place in (left, held.place):
+        os.utime(place, (0, 0))
+    again = seal(folder)
+    assert sorted(private.iterdir()) == sorted([held.place, young, again.place])
+
+
+def test_a_forked_process_leaves_the_private_folder_to_the_one_that_made_it(folder):
+    opened = seal(folder)
+    sealed._remove(opened.place, os.open(opened.place, os.O_RDONLY), os.getpid() + 1)
+    assert opened.place.is_dir()

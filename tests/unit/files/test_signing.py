@@ -27,6 +27,7 @@ from quantflow.server.models import open_model
 from quantflow.server.settings import ServeJob
 
 pytest.importorskip("model_signing")  # the extra `sign`
+import model_signing
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -259,6 +260,37 @@ def test_no_signature_and_keys_that_are_none_are_input_errors(work, tmp_path, ar
     artifact.with_name("artifact.sig").write_text("{}")
     with pytest.raises(IntegrityError, match="not a signature"):
         require_signature(artifact, Trusted(key=work / "mine.pub"))
+
+
+@pytest.mark.parametrize("where", ["a relative name", "an absolute name"])
+def test_files_that_a_hub_adds_are_not_signed_however_the_artifact_is_named(
+    where, work, tmp_path, monkeypatch
+):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    monkeypatch.chdir(tmp_path)
+    name = "artifact" if where == "a relative name" else folder
+    assert run("sign", name, "--key", work / "mine.pem") == 0
+    (folder / "README.md").write_text("a page that a hub shows")
+    for place in (Path("artifact"), folder):
+        assert run("verify", place, "--key", work / "mine.pub") == 0
+        assert load(place, require_signature=work / "mine.pub").decoder
+
+
+def test_a_file_that_a_hub_adds_counts_where_the_signature_is_over_it(work, tmp_path):
+    """An earlier version signed README.md where the artifact was named relative to a folder."""
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    (folder / "README.md").write_text("signed")
+    config = model_signing.signing.Config().use_elliptic_key_signer(
+        private_key=work / "mine.pem", password=None
+    )
+    config.sign(folder, tmp_path / "artifact.sig")
+    key = Trusted(key=work / "mine.pub")
+    require_signature(folder, key)
+    load(folder, require_signature=key)
+    (folder / "README.md").write_text("other")
+    for refuse in (require_signature, lambda folder, key: load(folder, require_signature=key)):
+        with pytest.raises(IntegrityError, match=r"README\.md"):
+            refuse(folder, key)
 
 
 def test_options_that_do_not_go_together_are_usage_errors(work, artifact):
