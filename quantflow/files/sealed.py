@@ -37,7 +37,8 @@ from quantflow.files.origin import is_snapshot
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-BLOCK = 1 << 20  # bytes between two states
+BLOCK = 1 << 16  # bytes between two states, doubled until a file has STATES at most
+STATES = 1 << 14  # of some 300 bytes each
 MAX_COPIED = 256 << 20  # bytes of a file that is copied; no reader takes more of one
 WEIGHTS = ".safetensors"
 _LENGTH = 8  # bytes of a weight file that say how long its header is
@@ -49,7 +50,9 @@ _CHANGED = "let nobody else write to the folder, and load it again"
 class SealedFile:
     """A file whose bytes are compared, when they are read, with those that were hashed."""
 
-    def __init__(self, path: Path, descriptor: int, states: "list[_Hash]", nbytes: int) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, states: "list[_Hash]", *, nbytes: int, block: int
+    ) -> None:
         """Take over a descriptor.
 
         Args:
@@ -57,8 +60,9 @@ class SealedFile:
             descriptor: descriptor that the file was hashed through; closed with this object.
             states: sha256 of the bytes before each block, and of the whole file.
             nbytes: bytes of the file.
+            block: bytes of a block; the last one may have fewer.
         """
-        self.path, self.nbytes = path, nbytes
+        self.path, self.nbytes, self.block = path, nbytes, block
         self._descriptor, self._states = descriptor, states
         self._kept = (-1, b"")  # the last block of which a part was wanted
         weakref.finalize(self, os.close, descriptor)
@@ -70,16 +74,17 @@ class SealedFile:
             IntegrityError: the bytes are not those that were hashed.
         """
         while view:
-            index, inside = divmod(offset, BLOCK)
-            size = min(BLOCK, self.nbytes - index * BLOCK)
+            index, inside = divmod(offset, self.block)
+            size = min(self.block, self.nbytes - index * self.block)
             taken = min(size - inside, len(view))
             if taken == size:
                 self._read_block(index, view[:size])
             else:
-                view[:taken] = self._block(index, size)[inside : inside + taken]
+                view[:taken] = self._whole(index, size)[inside : inside + taken]
             view, offset = view[taken:], offset + taken
 
-    def _block(self, index: int, size: int) -> bytes:
+    def _whole(self, index: int, size: int) -> bytes:
+        """A block of which a part is wanted; small tensors beside each other share it."""
         kept, content = self._kept
         if kept != index:
             block = bytearray(size)
@@ -90,7 +95,7 @@ class SealedFile:
 
     def _read_block(self, index: int, view: memoryview) -> None:
         """Read a whole block, and compare it."""
-        begin = index * BLOCK
+        begin = index * self.block
         read = _fill(self._descriptor, view, begin)
         state = self._states[index].copy()
         state.update(view)
@@ -239,10 +244,11 @@ def _copied(source: Path, target: Path, *, nbytes: int | None) -> "tuple[str, Se
     weights = source.suffix == WEIGHTS
     digest = hashlib.sha256()
     states: list[_Hash] = []
-    memory = memoryview(bytearray(BLOCK))
     with reading(source) as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
+        step = block_of(size)
+        memory = memoryview(bytearray(step))
         if nbytes is not None and size != nbytes:
             raise IntegrityError(
                 f"{source.name}: {size} bytes, {MANIFEST_NAME} records {nbytes}",
@@ -251,8 +257,8 @@ def _copied(source: Path, target: Path, *, nbytes: int | None) -> "tuple[str, Se
         kept = 0 if size > MAX_COPIED else size
         writer = disk.create(target)
         try:
-            for start in range(0, size, BLOCK):
-                block = memory[: min(BLOCK, size - start)]
+            for start in range(0, size, step):
+                block = memory[: min(step, size - start)]
                 if _fill(descriptor, block, start) < len(block):
                     raise IntegrityError(
                         f"{source}: ends before byte {start + len(block)}, and had {size} bytes",
@@ -271,7 +277,16 @@ def _copied(source: Path, target: Path, *, nbytes: int | None) -> "tuple[str, Se
         states.append(digest)
         if not weights:
             return digest.hexdigest(), None
-        return digest.hexdigest(), SealedFile(source, os.dup(descriptor), states, size)
+        held = os.dup(descriptor)
+        return digest.hexdigest(), SealedFile(source, held, states, nbytes=size, block=step)
+
+
+def block_of(nbytes: int) -> int:
+    """Bytes of a block of a file: few for tensors that are small, more where states are many."""
+    block = BLOCK
+    while nbytes > block * STATES:
+        block *= 2
+    return block
 
 
 def _fill(descriptor: int, view: memoryview, offset: int) -> int:

@@ -87,6 +87,12 @@ def test_hashes_copies_and_tensors_are_those_of_the_files(folder, tensors):
             assert torch.equal(read_columns(path, info, slice(1, 2)), tensors[name][:, 1:2])
 
 
+def test_large_files_have_larger_blocks_so_that_states_stay_few():
+    assert sealed.block_of(0) == sealed.block_of(BLOCK << 14) == BLOCK
+    assert sealed.block_of((BLOCK << 14) + 1) == 2 * BLOCK
+    assert sealed.block_of(BLOCK << 20) == BLOCK << 6
+
+
 def test_the_copy_of_a_weight_file_has_its_header_and_no_weight(folder, tensors):
     """A reader that does not know of the seal finds zeros, never what somebody put there."""
     opened, checkpoint = read(folder)
