@@ -156,7 +156,7 @@ ROWS: tuple[FieldRow, ...] = (
     _refused("grammar_lazy grammar_triggers", "llama.cpp", "give `tools`"),
     _ignored("guided_decoding_backend", "vLLM", "llguidance makes all masks"),
     # tools
-    _applied("tools tool_choice parallel_tool_calls", "OpenAI", "see Grammars and tools"),
+    _applied("tools tool_choice parallel_tool_calls", "OpenAI", "see Calls and reasoning"),
     _refused("functions function_call", "OpenAI (old)", "give `tools` and `tool_choice`"),
     _refused("tools tool_choice", "OpenAI", "ask /v1/chat/completions", only="completions prompt"),
     _refused("web_search_options", "OpenAI", "leave it out"),

@@ -19,7 +19,7 @@ from quantflow.errors import EngineError, OverloadedError, QuantflowError
 from quantflow.runtime.batching import BatchRequest, FinishReason, PromptToken, Stream, TokenLogprob
 from quantflow.runtime.generate_job import Lookup
 from quantflow.server.errors import Refused, failed, invalid, overloaded
-from quantflow.server.grammar import NOT_SUPPORTED
+from quantflow.server.grammar import NOT_SUPPORTED, AfterReasoning
 from quantflow.server.models import ServedModel
 from quantflow.server.settings import Limits
 from quantflow.server.text import AnswerText
@@ -280,6 +280,7 @@ class Service:
         rendered: bool = False,
         keeps_stop: bool = True,
         kept: Collection[str] = (),
+        reasoning: str | None = None,
         timings: Timings | None = None,
     ) -> Answer:
         """Check a request and submit its rows.
@@ -293,6 +294,8 @@ class Service:
             rendered: whether the text comes from a chat template, which writes special tokens
                 itself.
             keeps_stop: whether an answer ends with its stop string, not before it.
+            reasoning: text that ends the reasoning within which the answer begins; a grammar holds
+                behind it.
             kept: texts of special tokens that are part of the answer's text.
             timings: timings that began when the request came.
 
@@ -326,7 +329,7 @@ class Service:
             }
             answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
             answer.prompt = ids
-            masks = await self._masks(model, asked, count)
+            masks = await self._masks(model, asked, count, reasoning)
             answer.left_out = () if masks[0] is None else masks[0].left_out
             bias = _bias(asked.logit_bias, vocabulary)
             hidden = frozenset[int]() if asked.shows_special else model.vocabulary.hidden_but(kept)
@@ -371,12 +374,17 @@ class Service:
             raise
         return answer
 
-    async def _masks(self, model: ServedModel, asked: Asked, count: int) -> list[Any]:
+    async def _masks(
+        self, model: ServedModel, asked: Asked, count: int, reasoning: str | None
+    ) -> list[Any]:
         if asked.grammar is None:
             return [None] * count
         if not self.grammars:
             raise invalid(NOT_SUPPORTED)
-        return [await model.compiled(asked.grammar) for _ in range(count)]
+        masks = [await model.compiled(asked.grammar) for _ in range(count)]
+        if reasoning is None:
+            return masks
+        return [AfterReasoning(mask, model.tokenizer, reasoning) for mask in masks]
 
 
 def refusal_of(error: BaseException | None) -> Refused:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow.runtime.decoding.text import stop_string
 from quantflow.server.bodies import Grammar
 from quantflow.server.errors import invalid
 from quantflow.server.schemas import closed
@@ -69,6 +70,30 @@ class GrammarMask:
     def _raise_for_error(self) -> None:
         if self._matcher.is_error():
             raise invalid(f"grammar is not valid: {_short(self._matcher.get_error())}")
+
+
+class AfterReasoning:
+    """A mask that begins behind an answer's reasoning, which may be any text."""
+
+    def __init__(self, mask: GrammarMask, tokenizer: Any, closing: str) -> None:
+        """Keep the mask; `closing` is the text that ends the reasoning."""
+        self._mask = mask
+        self._closes = stop_string(tokenizer, [closing])
+        self._reasoning: list[int] | None = []  # its tokens; None where it is over
+        self.left_out = mask.left_out
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
+        """Tokens that may come next; see `GrammarMask`."""
+        return self._mask.allowed(tokens) if self._reasoning is None else None
+
+    def advance(self, token: int) -> None:
+        """Follow the reasoning, then the grammar."""
+        if self._reasoning is None:
+            self._mask.advance(token)
+            return
+        self._reasoning.append(token)
+        if self._closes(self._reasoning) is not None:
+            self._reasoning = None
 
 
 class Grammars:

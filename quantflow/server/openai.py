@@ -62,6 +62,9 @@ async def chat(call: HttpCall) -> Response | EventStream:
     async with site.models.using(body.model) as model:
         prompt = await render(model, body, tools)
         reads = prompt.parsers
+        # JSON that a grammar makes comes behind reasoning that the prompt begins, or without any
+        makes_json = grammar is not None or (wanted is not None and wanted.type in JSON_TYPES)
+        reasoning = reads.closing(prompt.text, prompt.prefix) if makes_json else None
         answer = await _begin(
             site,
             model,
@@ -69,7 +72,8 @@ async def chat(call: HttpCall) -> Response | EventStream:
             timings,
             text=prompt.text,
             rendered=True,
-            kept=() if grammar is not None else reads.kept(tools=bool(tools)),
+            kept=reads.kept(tools=bool(tools)),
+            reasoning=reasoning,
             adapter=adapter,
         )
     reader = partial(
@@ -78,7 +82,7 @@ async def chat(call: HttpCall) -> Response | EventStream:
         prompt=prompt.text,
         prefix=prompt.prefix,
         forced=grammar is not None,
-        reasons=wanted is None or wanted.type not in JSON_TYPES,
+        reasons=not makes_json or reasoning is not None,
         parallel=body.parallel_tool_calls is not False,
     )
     writer = ChatWriter(

@@ -193,11 +193,12 @@ class AnswerParsers:
             parallel: whether several calls are handed on, or the first alone.
         """
         source = AnswerSource()
-        if forced:
-            return Reader(source, untagged(source, tools), parallel=parallel)
-        tools = tools if self.offers else {}
+        tools = tools if self.offers or forced else {}
         calls = self.calls if self.calls is not None and (tools or self.calls.reasons) else None
-        steps = source.rest() if calls is None else calls.read(source, tools)
+        if forced:
+            calls, steps = None, untagged(source, tools)
+        else:
+            steps = source.rest() if calls is None else calls.read(source, tools)
         if self.marks is not None and reasons:
             begun = self.marks.begun(prompt, prefix)
             ends = () if calls is None else calls.marks
@@ -207,6 +208,16 @@ class AnswerParsers:
         if calls is not None and calls.reasons and begun_by:
             reader.feed(beginning)  # a message that the prompt begins is gone on with
         return reader
+
+    def closing(self, prompt: str, prefix: str) -> str | None:
+        """The text that ends the reasoning within which an answer begins; None where it does not.
+
+        Args:
+            prompt: prompt of the answer.
+            prefix: beginning of the answer that the prompt ends with.
+        """
+        marks = self.marks
+        return None if marks is None or not marks.begun(prompt, prefix) else marks.closing
 
     def kept(self, *, tools: bool) -> tuple[str, ...]:
         """The texts that reading needs though they may be special tokens.

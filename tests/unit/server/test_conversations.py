@@ -185,9 +185,29 @@ def test_reasoning_that_the_prompt_begins_is_reasoning(qwen):
     assert together(chunks) == (whole["message"], "stop")
     whole, _ = answered(qwen, "Hm.", **fields)
     assert (whole["message"]["content"], whole["message"]["reasoning_content"]) == ("", "Hm.")
-    format = {"type": "json_schema", "json_schema": {"schema": {"const": "a"}}}
-    whole, _ = answered(qwen, "", **fields, response_format=format)
+
+
+def test_json_comes_behind_the_reasoning_that_the_prompt_begins(qwen):
+    """The model reasons as it likes; without that mark in the prompt the JSON comes at once."""
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a"}}},
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    whole, _ = answered(qwen, "", **fields)
     assert whole["message"] == {"role": "assistant", "content": '"a"'}
+    begun = [*ASKED, {"role": "assistant", "content": "<think>def"}]
+    free, _ = answered(qwen, "", messages=begun, response_format=None, max_tokens=8, temperature=0)
+    whole, chunks = answered(qwen, "", **fields, messages=begun)
+    assert whole["message"] == free["message"] and whole["message"]["content"] == ""
+    assert whole["message"]["reasoning_content"] and whole["finish_reason"] == "length"
+    assert together(chunks) == (whole["message"], "length")
+    over = [*ASKED, {"role": "assistant", "content": "<think>def</think>"}]
+    whole, _ = answered(qwen, "", **fields, messages=over)
+    assert whole["message"] == {"role": "assistant", "content": '"a"'}
+    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 40}
+    whole, _ = answered(qwen, "", **(fields | {"response_format": None} | forced), messages=over)
+    assert whole["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 def test_a_forced_call_that_is_cut_off_has_its_arguments_so_far(qwen):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantflow.server.bodies import Grammar
 from quantflow.server.errors import Refused
-from quantflow.server.grammar import Grammars
+from quantflow.server.grammar import AfterReasoning, Grammars
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = {
@@ -78,6 +78,23 @@ def test_a_choice_is_one_of_its_texts(grammars, tokenizer):
         drawn(grammars, tokenizer, Grammar(type="choice", value=words), seed=seed)
         for seed in range(12)
     } <= set(words)
+
+
+def test_a_grammar_begins_behind_the_reasoning(grammars, tokenizer):
+    """vllm-project/vllm#12619, ddalcu/mlx-serve#331: JSON was forced into the reasoning."""
+    mask = AfterReasoning(
+        grammars.mask(Grammar(type="choice", value=["cat"])), tokenizer, "</think>"
+    )
+    tokens = []
+    for token in tokenizer.encode("I think: é</thin </think>", add_special_tokens=False):
+        assert mask.allowed(tokens) is None
+        tokens.append(token)
+        mask.advance(token)
+    bits = mask.allowed(tokens)
+    may = (bits[:, None] >> torch.arange(32) & 1).flatten().nonzero()[:, 0].tolist()
+    assert may and all("cat".startswith(tokenizer.decode([token])) for token in may)
+    mask.advance(may[0])
+    assert mask.allowed([*tokens, may[0]]) is not None
 
 
 def test_any_object_is_an_object(grammars, tokenizer):
