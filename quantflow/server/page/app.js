@@ -85,7 +85,7 @@ function parts(message, more, signal) {
     ...common,
     temperature: temperature || undefined,
     top_p: top_p < 1 ? top_p : undefined,
-    do_sample: temperature === undefined ? undefined : temperature > 0,
+    do_sample: temperature !== 0, // else empty fields would not be the model's
     max_new_tokens: number("max_tokens") ?? Math.min(COMPLETED, Math.floor(context() / 4)),
     top_n_tokens: Math.min(5, info.max_top_n_tokens ?? 5),
     adapter_id: model,

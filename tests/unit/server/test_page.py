@@ -556,6 +556,35 @@ def test_every_parameter_can_be_reached_on_a_phone(server, browser):
 
 
 @pytest.mark.slow
+def test_empty_fields_show_the_models_own_defaults(serve, browser, tmp_path):
+    model = Path(shutil.copytree(PAGE.parents[2] / "examples/tiny-llama", tmp_path / "model"))
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    with serve(artifact=model) as server:
+        browser.open(server.url, 1300, 850)
+        browser.wait("document.getElementById('model').textContent")
+        shown = (
+            "[...document.querySelectorAll('#parameters input')].map((i) => [i.id, i.placeholder])"
+        )
+        placeholders = dict(browser.run(f"return {shown}"))
+        assert placeholders["temperature"] == "0.6" and placeholders["top_k"] == "20"
+        assert placeholders["repetition_penalty"] == "1.05" and placeholders["top_p"] == "all"
+        browser.run(
+            "const real = window.fetch; window.asked = [];"
+            "window.fetch = (url, options) => {"
+            " window.asked.push(JSON.parse(options.body)); return real(url, options); };"
+        )
+        browser.click("#tab_complete")
+        for temperature, samples in (("", True), ("0", False)):
+            browser.run(f"document.getElementById('temperature').value = '{temperature}'")
+            browser.run("document.getElementById('max_tokens').value = 3")
+            say(browser, "def")
+            parameters = asked(browser)[-1]["parameters"]
+            assert parameters["do_sample"] is samples and "temperature" not in parameters
+        assert browser.errors() == []
+
+
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_a_mistake_is_told(serve, browser):
     with serve(api_key="secret") as server:
         browser.open(server.url, 390, 844)
