@@ -1,8 +1,10 @@
 """Token ids of texts, and their check against the model that reads them."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
+from types import MappingProxyType
 
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -65,13 +67,21 @@ def encoding_of(
         raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tokens that a text is decoded without: named ones, and those flagged as special.
+@lru_cache(maxsize=4)  # a tokenizer makes a new table of its added tokens for each question
+def texts_of_special(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+    """The special tokens: ids of those that a tokenizer names or flags as special, with their text.
 
-    A tokenizer names few of them: Llama 3 flags `<|eot_id|>` and names it nowhere.
+    A text is decoded without them. A tokenizer names few of them: Llama 3 flags `<|eot_id|>` and
+    names it nowhere.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {i for i, one in added.items() if one.special}
+    ids = {*tokenizer.all_special_ids, *(i for i, one in added.items() if one.special)}
+    return MappingProxyType({i: str(tokenizer.convert_ids_to_tokens(i)) for i in ids})
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of special tokens; see `texts_of_special`."""
+    return frozenset(texts_of_special(tokenizer))
 
 
 def refuse_beyond(

@@ -57,7 +57,10 @@ def end_tokens(
     Raises:
         InputError: the values in a file are no numbers of tokens.
     """
-    own = _ids(checkpoint.config, checkpoint.folder / CONFIG)
+    config, file = checkpoint.config, checkpoint.folder / CONFIG
+    own = _ids(config, file)
+    if not own and isinstance(inner := config.get("text_config"), dict):  # beside a vision model
+        own = _ids(inner, file)
     maker = _ids(_table(checkpoint), checkpoint.folder / GENERATION)
     named = None if tokenizer is None else tokenizer.eos_token_id
     others = maker + ([] if named is None else [int(named)])

@@ -173,8 +173,9 @@ def _text_of(grammar: Grammar) -> str:
             value = value.get("schema", value)  # TGI 3 has OpenAI's wrapper
         any_object = grammar.type == "json_object" and value in (None, True)
         schema = ANY_OBJECT if any_object else _schema(value)
+        _require_size(json.dumps(schema))
         text = json.dumps({**closed(schema), "x-guidance": OPTIONS})
-        _require_size(text)
+        _require_size(text, most=4 * LONGEST)
         return str(LLMatcher.grammar_from_json_schema(text))
     if grammar.type == "choice":
         choices = value if isinstance(value, list) else []

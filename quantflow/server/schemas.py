@@ -9,9 +9,11 @@ Where schemas are combined (`allOf`, or `anyOf` beside `properties`), each part 
 properties of the others. Such parts stay open, and the whole has the properties of all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
+
+from quantflow.server.errors import invalid
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
@@ -19,6 +21,7 @@ _SEVERAL = ("prefixItems", "items")
 _PARTS = ("allOf", "anyOf", "oneOf")
 _SAYS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _OPEN = "x-open-"  # name of an open copy of a definition
+_STEPS = 50_000  # parts and names that are looked at: parts that refer to each other make many
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,6 +29,9 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     An object that lists properties and says no type is an object. A property whose names are an
     enumeration becomes several.
+
+    Raises:
+        Refused: parts are combined in too many ways; kind validation.
     """
     closing = _Closing(schema)
     result: dict[str, Any] = closing.node(dict(schema), part=False)
@@ -42,6 +48,7 @@ class _Closing:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self._copies: dict[str, str] = {}  # reference -> name of the open copy of its target
+        self._left = _STEPS
 
     def node(self, node: Any, *, part: bool) -> Any:
         """A schema inside the whole one.
@@ -52,6 +59,7 @@ class _Closing:
         """
         if not isinstance(node, dict):
             return node
+        self._spend(1)
         mixes = part or _mixes(node)
         result = {key: self._value(key, value, part=mixes) for key, value in node.items()}
         if mixes and isinstance(reference := node.get("$ref"), str):
@@ -87,7 +95,7 @@ class _Closing:
 
     def _whole(self, node: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """A combination with the properties of all its parts, and no others."""
-        parts = list(self._parts(node, set()))
+        parts = self._parts(node)
         names = [name for one in parts for name in one.get("properties", ())]
         if not names or any(key in one for one in parts for key in _SAYS):
             return result
@@ -98,19 +106,36 @@ class _Closing:
             "additionalProperties": False,
         }
 
-    def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the object and all that is combined with it, references followed."""
-        if not isinstance(node, dict):
-            return
-        yield node if isinstance(node.get("properties", {}), dict) else {}
-        for key in _PARTS:
-            members = node.get(key)
-            for one in members if isinstance(members, list) else ():
-                yield from self._parts(one, seen)
-        reference = node.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            yield from self._parts(self._target(reference), seen)
+    def _parts(self, node: Any) -> list[dict[str, Any]]:
+        """The object and all that is combined with it, references followed, in order."""
+        found, left, seen = [], [node], set[str]()
+        while left:
+            one = left.pop()
+            if not isinstance(one, dict):
+                continue
+            own = one.get("properties", {})
+            listed = isinstance(own, dict)
+            self._spend(1 + len(own) if listed else 1)
+            found.append(one if listed else {})
+            inner = [
+                part for key in _PARTS if isinstance(parts := one.get(key), list) for part in parts
+            ]
+            reference = one.get("$ref")
+            if isinstance(reference, str) and reference not in seen:
+                seen.add(reference)
+                inner.append(self._target(reference))
+            left += reversed(inner)
+        return found
+
+    def _spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            Refused: there were too many; kind validation.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise invalid("grammar is not valid: too many combined parts")
 
     def _open_copy(self, reference: str) -> str:
         """A reference to an open copy of its target; the same where it leads nowhere here."""

@@ -1,10 +1,10 @@
 """Between tokens and text: stop strings, text that is shown while it grows, and words as tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.models.token_ids import special_ids, tokens_of
+from quantflow.models.token_ids import special_ids, texts_of_special, tokens_of
 from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # the character to which the bytes of an unfinished character decode
@@ -86,11 +86,10 @@ def before_end(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
     return tokens[: next((n for n, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
-def special_texts(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> dict[int, str]:
+def special_texts(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Mapping[int, str]:
     """The text of each special token, where one of some strings holds such a text; else none."""
-    texts = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in special_ids(tokenizer)}
-    held = any(text in string for text in texts.values() for string in strings)
-    return texts if held else {}
+    texts = texts_of_special(tokenizer)
+    return texts if any(text in one for text in texts.values() for one in strings) else {}
 
 
 def stop_at(

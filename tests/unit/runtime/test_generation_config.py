@@ -47,6 +47,7 @@ def checkpoint(tmp_path):
         ({"eos_token_id": 3}, {"pad_token_id": 3}, "</s>", (3,)),
         ({}, None, "</s>", (3,)),
         ({"eos_token_id": 2}, None, None, (2,)),
+        ({"text_config": {"eos_token_id": [3, 4]}}, {}, "</s>", (3, 4)),
         ({"eos_token_id": None}, {"eos_token_id": None}, None, ()),
     ],
     ids=[
@@ -57,6 +58,7 @@ def checkpoint(tmp_path):
         "a padding that is the end token",
         "the tokenizer alone",
         "config.json alone",
+        "the language model of a larger one",
         "none",
     ],
 )

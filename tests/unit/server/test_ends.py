@@ -105,6 +105,31 @@ def test_constrained_json_is_json(server):
     assert json.loads(text_of(choice)) == {"a": 1} and choice["finish_reason"] == "stop"
 
 
+TIMEZONE = {"type": "object", "properties": {"tz": {"enum": ["UTC"]}}, "required": ["tz"]}
+
+
+def test_a_forced_call_has_the_arguments_that_its_tool_lists(server):
+    """ggml-org/llama.cpp#8180, guidance-ai/guidance#1050: keys without end, and no call."""
+    for parameters, arguments in ((TIMEZONE, {"tz": "UTC"}), (None, {})):
+        tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+        choice, _ = chat(server, tools=[tool], tool_choice="required", max_tokens=60)
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == arguments
+        assert choice["finish_reason"] == "tool_calls"
+
+
+def test_what_a_schema_asks_for_in_vain_is_said(server):
+    listed = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": listed}}
+    for stream in (False, True):
+        body = {**CHAT, "response_format": format, "stream": stream}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status == 200 and "uniqueItems" in answer.headers["x-grammar-left-out"]
+    grammar = {"type": "json", "value": listed}
+    assert "uniqueItems" in server.generate("def", grammar=grammar).headers["x-grammar-left-out"]
+    assert server.generate("def").headers["x-grammar-left-out"] is None
+
+
 def test_a_pipeline_ends_there_too(tuned):
     with quantflow.pipeline(tuned) as generator:
         assert generator._ends == (1, WORD, ENDS)

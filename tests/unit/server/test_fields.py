@@ -72,8 +72,11 @@ def test_every_field_that_is_applied_is_read_by_a_body():
     assert set(applied) <= known
     ignored = {name for row in ROWS if row.fate is Fate.IGNORED for name in row.names}
     assert ignored & known <= {"user"}
-    names = [(name, row.only) for row in ROWS for name in row.names]
-    assert len(names) == len(set(names))
+    refused = [(place, name) for place, name, _ in REFUSED]
+    assert len(refused) == len(set(refused))
+    for place, (kind, _) in BASES.items():  # what a body reads is not refused before it is read
+        read = kind.model_fields.keys() - {"suffix", "watermark"}
+        assert not read & {name for where, name in refused if where == place}
 
 
 def test_every_field_that_is_ignored_is_taken():

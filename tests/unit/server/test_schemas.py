@@ -1,6 +1,8 @@
 """Schemas as people write them: closed where they say nothing, and no stricter."""
 
+import contextlib
 import json
+import time
 from itertools import combinations
 
 import jsonschema
@@ -130,6 +132,34 @@ def test_a_closed_schema_takes_what_its_schema_takes_and_can_still_be_fulfilled(
     still = [fits(made, value) for value in VALUES]
     assert all(before for before, after in zip(taken, still, strict=True) if after)
     assert any(taken) == any(still)
+
+
+HOSTILE = {
+    "definitions that lead to each other": {
+        "$defs": {
+            str(n): {"$ref": f"#/$defs/{n + 1}", "properties": {"a": {}}} for n in range(2000)
+        },
+        "$ref": "#/$defs/0",
+        "properties": {"a": {}},
+    },
+    "a definition that is itself": {
+        "$defs": {"a": {"$ref": "#/$defs/a", "properties": {"a": {}}}},
+        "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#"}],
+    },
+    "parts of parts": {
+        "allOf": [{"anyOf": [{"$ref": f"#/allOf/{n}/anyOf"}] * 20} for n in range(100)],
+        "properties": {"a": {}},
+    },
+    "properties that are none": {"properties": 3, "allOf": [{"properties": [1]}, 5]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_closed_or_refused_in_time(name):
+    begin = time.monotonic()
+    with contextlib.suppress(Refused):
+        closed(HOSTILE[name])
+    assert time.monotonic() - begin < 2
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quantflow.runtime.decoding.text import stop_string
+from quantflow.runtime.decoding.text import continuation, stop_string
 from quantflow.server.text import AnswerText, StopSearch, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,3 +118,9 @@ def test_a_stop_string_with_a_space_is_found_in_the_first_token(metaspace):
     assert stop_string(metaspace, [" END"], prompt=prompt)([other, end]) == " END"
     # a stop string that begins in the prompt does not count
     assert stop_string(metaspace, ["END a"], prompt=[end])([other]) is None
+
+
+def test_a_text_has_nothing_of_its_end_token_nor_of_what_follows():
+    tokens = TOKENIZER("x = 1", add_special_tokens=False)["input_ids"]
+    assert continuation(TOKENIZER, [0], [*tokens, 299, 300], ends=(1, 299)) == "x = 1"
+    assert continuation(TOKENIZER, [0], tokens, ends=(1, 299)) == "x = 1"
