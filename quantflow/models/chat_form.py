@@ -92,6 +92,25 @@ def with_short_ids(messages: Messages, template: str) -> list[Mapping[str, Any]]
     return changed
 
 
+def with_written_arguments(messages: Messages) -> list[Mapping[str, Any]]:
+    """Messages whose earlier calls have their arguments as JSON texts."""
+    written: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            message = {**message, "tool_calls": [_with_text(call) for call in calls]}
+        written.append(message)
+    return written
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _nine(identifier: str) -> str:
     if _NINE.fullmatch(identifier):
         return identifier

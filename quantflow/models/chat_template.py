@@ -175,12 +175,33 @@ def render(
         "longest": LONGEST,
         "seconds": SECONDS,
     }
-    text = process.text(order)
+    text = _text(order, process)
     if formed:
         for role in chat_form.doubtful_roles(messages, chosen, text):
             _require_shown(role, order, process)
     unread = tuple(sorted(name for name in options if name not in read))
     return Rendered(text=text, template=chosen, unread=unread)
+
+
+def _text(order: Mapping[str, Any], process: "Renderer") -> str:
+    """The text of a conversation; arguments of calls are objects, or texts where that fails.
+
+    DeepSeek's templates put them together with other texts.
+
+    Raises:
+        NotRendered: the template refuses both.
+    """
+    try:
+        return process.text(order)
+    except NotRendered:
+        messages = chat_form.with_written_arguments(order["messages"])
+        if messages == order["messages"]:
+            raise
+        try:
+            return process.text({**order, "messages": messages})
+        except NotRendered:
+            pass
+        raise
 
 
 def _require_shown(role: str, order: Mapping[str, Any], process: "Renderer") -> None:

@@ -19,10 +19,20 @@ from quantflow.server.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, S
 from quantflow.server.parsers.json_calls import Tools
 from quantflow.server.parsers.mistral import ARGS, ID, OPENING, mistral
 from quantflow.server.parsers.pythonic import CLOSINGS, OPENINGS, pythonic
-from quantflow.server.parsers.qwen_coder import qwen_coder
+from quantflow.server.parsers.qwen_coder import TAGS, qwen_coder
 from quantflow.server.parsers.reasoning import ReasoningMarks, thoughts
 from quantflow.server.parsers.source import AnswerSource, Steps
-from quantflow.server.parsers.tagged_json import BAR, PYTHON, TAG, granite, hermes, llama, untagged
+from quantflow.server.parsers.tagged_json import (
+    BAR,
+    NEMOTRON,
+    PYTHON,
+    TAG,
+    granite,
+    hermes,
+    llama,
+    nemotron,
+    untagged,
+)
 
 AUTO, NONE = "auto", "none"
 
@@ -71,8 +81,12 @@ CALL_PARSERS: Mapping[str, CallParser] = MappingProxyType(
             kept=(CALLS, CALL, SEPARATOR, CALL_END, CALLS_END),
         ),
         "qwen_coder": CallParser(
-            read=qwen_coder, signs=("<parameter=",), marks=(TAG, "<function="), kept=_TAGS
+            read=qwen_coder,
+            signs=("<parameter=",),
+            marks=(*TAGS, "<function="),
+            kept=(*TAGS, *TAGS.values()),
         ),
+        "nemotron": CallParser(read=nemotron, signs=(NEMOTRON,), marks=(NEMOTRON,)),
         "glm": CallParser(
             read=glm,
             signs=("<arg_key>",),
@@ -88,7 +102,9 @@ CALL_PARSERS: Mapping[str, CallParser] = MappingProxyType(
             marks=OPENINGS,
             kept=(*OPENINGS, *CLOSINGS),
         ),
-        "hermes": CallParser(read=hermes, signs=(TAG,), marks=(TAG,), kept=_TAGS),
+        "hermes": CallParser(
+            read=hermes, signs=(TAG, "<tool_calls>"), marks=(TAG, "<tool_calls>"), kept=_TAGS
+        ),
         "llama": CallParser(
             read=llama,
             signs=(PYTHON, '"parameters":', "<function="),

@@ -16,15 +16,20 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id", "index")  # further keys of calls that models write
 
 
-def json_calls(source: AnswerSource, tools: Tools) -> Steps[bool]:
+def json_calls(source: AnswerSource, tools: Tools, *, listed: bool = False) -> Steps[bool]:
     """Read calls that follow each other, or a list of them, and yield them.
 
     What is no call, or the call of an unknown tool, is yielded as text.
 
+    Args:
+        source: source of the answer.
+        tools: schemas of the arguments by tool.
+        listed: whether the beginning of a list was read already.
+
     Returns:
         Whether there was a call.
     """
-    listed = yield from source.accept("[")
+    listed = listed or (yield from source.accept("["))
     if listed:
         yield from source.space()
     called = False

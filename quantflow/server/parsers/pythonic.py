@@ -1,7 +1,7 @@
 """Calls as Python: `[weather(city="Rome", days=2), clock()]`, as Llama 3.2 and 4 write them.
 
 Llama 4 puts them between `<|python_start|>` and `<|python_end|>`, LFM2 between
-`<|tool_call_start|>` and `<|tool_call_end|>`. Llama 4 writes JSON too. An argument is handed on
+`<|tool_call_start|>` and `<|tool_call_end|>`. Both write JSON too. An argument is handed on
 when its value is whole.
 """
 
@@ -98,6 +98,9 @@ def _list(source: AnswerSource, tools: Tools) -> Steps[bool]:
     """Read a list of calls; what is none is yielded as text."""
     called = False
     if (yield from source.accept("[")):
+        yield from source.space()
+        if (yield from source.character()) == "{":
+            return (yield from json_calls(source, tools, listed=True))
         while True:
             yield from source.space()
             if not (yield from python_call(source, tools)):

@@ -1,4 +1,4 @@
-"""Qwen-Coder's calls, which Qwen 3.5 and Nemotron 3 write too.
+"""Qwen-Coder's calls, which Qwen 3.5, Nemotron 3 and Seed-OSS write too.
 
     <tool_call>
     <function=weather>
@@ -8,7 +8,8 @@
     </function>
     </tool_call>
 
-Models leave out the first tag, or the end of the last parameter; JSON as Hermes has it is read too.
+Seed-OSS has `<seed:tool_call>` around them. Models leave out the first tag, or the end of the last
+parameter; JSON as Hermes has it is read too.
 """
 
 from quantflow.server.parsers.deltas import CallDelta, TextDelta
@@ -16,19 +17,19 @@ from quantflow.server.parsers.json_calls import Tools, json_calls
 from quantflow.server.parsers.source import AnswerSource, Steps
 from quantflow.server.parsers.typed_arguments import TypedArguments
 
-TAG, TAG_END = "<tool_call>", "</tool_call>"
+TAGS = {"<tool_call>": "</tool_call>", "<seed:tool_call>": "</seed:tool_call>"}
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_ENDS = (PARAMETER_END, PARAMETER, FUNCTION_END, TAG_END)
+_ENDS = (PARAMETER_END, PARAMETER, FUNCTION_END, *TAGS.values())
 _VALUE_ENDS = (*(f"\n{end}" for end in _ENDS), *_ENDS)
 
 
 def qwen_coder(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of Qwen-Coder."""
-    while (mark := (yield from source.until(TAG, FUNCTION, wrap=TextDelta))) is not None:
+    while (mark := (yield from source.until(*TAGS, FUNCTION, wrap=TextDelta))) is not None:
         source.record()
-        if mark == TAG:
-            source.take(len(TAG))
+        if mark in TAGS:
+            source.take(len(mark))
             yield from source.space()
         if (yield from source.character()) == "{":
             called = yield from json_calls(source, tools)
@@ -38,7 +39,8 @@ def qwen_coder(source: AnswerSource, tools: Tools) -> Steps[None]:
             yield TextDelta(source.recorded())
             continue
         yield from source.space()
-        yield from source.accept(TAG_END)
+        for end in TAGS.values():
+            yield from source.accept(end)
 
 
 def _function(source: AnswerSource, tools: Tools) -> Steps[bool]:
@@ -66,7 +68,7 @@ def _function(source: AnswerSource, tools: Tools) -> Steps[bool]:
                 return True
             yield from source.accept("\n")
             yield from source.accept(PARAMETER_END)
-        elif (yield from source.accept(FUNCTION_END)) or (yield from source.starts(TAG_END)):
+        elif (yield from source.accept(FUNCTION_END)) or (yield from _starts_any(source)):
             yield arguments.end()
             return True
         elif not (yield from source.character()):
@@ -76,3 +78,11 @@ def _function(source: AnswerSource, tools: Tools) -> Steps[bool]:
         else:  # something between the parameters, which belongs to none
             source.take(1)
             yield from source.collect("<")
+
+
+def _starts_any(source: AnswerSource) -> Steps[bool]:
+    """Whether the end of a tag comes next."""
+    for end in TAGS.values():
+        if (yield from source.starts(end)):
+            return True
+    return False

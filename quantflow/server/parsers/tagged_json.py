@@ -1,9 +1,11 @@
 """AnswerParsers whose calls are JSON: behind a tag, or as the whole answer.
 
-- Hermes, Qwen 2.5 and 3, SmolLM, Granite 4: `<tool_call>{...}</tool_call>`.
+- Hermes, Qwen 2.5 and 3, SmolLM, Granite 4: `<tool_call>{...}</tool_call>`; Apriel and Jamba:
+  `<tool_calls>[{...}, {...}]</tool_calls>`.
 - Llama 3: `{"name": ..., "parameters": {...}}` alone, or behind `<|python_tag|>`; several with `;`
   between them; `<function=NAME>{...}</function>`; built-in tools as `NAME.call(query="...")`.
 - Granite 3: `<|tool_call|>[{...}, {...}]`, or behind `<tool_call>` without its end. Phi-4-mini too.
+- Nemotron Nano 2: `<TOOLCALL>[{...}]</TOOLCALL>`.
 
 The end of a tag may be missing, as where the text was cut.
 """
@@ -14,12 +16,14 @@ from quantflow.server.parsers.pythonic import python_call
 from quantflow.server.parsers.source import AnswerSource, Steps
 
 TAG, PYTHON, BAR, FUNCTION = "<tool_call>", "<|python_tag|>", "<|tool_call|>", "<function="
-_ENDS = {TAG: "</tool_call>", BAR: "<|/tool_call|>"}
+NEMOTRON = "<TOOLCALL>"
+TAGS = "<tool_calls>"
+_ENDS = {TAG: "</tool_call>", TAGS: "</tool_calls>", BAR: "<|/tool_call|>", NEMOTRON: "</TOOLCALL>"}
 
 
 def hermes(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer with `<tool_call>`, or one that is nothing but JSON."""
-    yield from _answer(source, tools, (TAG,))
+    yield from _answer(source, tools, (TAG, TAGS))
 
 
 def llama(source: AnswerSource, tools: Tools) -> Steps[None]:
@@ -30,6 +34,11 @@ def llama(source: AnswerSource, tools: Tools) -> Steps[None]:
 def granite(source: AnswerSource, tools: Tools) -> Steps[None]:
     """Read an answer of Granite."""
     yield from _answer(source, tools, (BAR, TAG))
+
+
+def nemotron(source: AnswerSource, tools: Tools) -> Steps[None]:
+    """Read an answer of Nemotron Nano 2."""
+    yield from _answer(source, tools, (NEMOTRON,))
 
 
 def untagged(source: AnswerSource, tools: Tools) -> Steps[None]:

@@ -369,6 +369,21 @@ def test_fields_of_thinking_reach_the_template(qwen, fields, end):
     assert prompt(qwen, **fields).endswith(end)
 
 
+def test_arguments_of_earlier_calls_are_texts_where_the_template_needs_them(servers, qwen):
+    """DeepSeek's templates put arguments together with other texts; Qwen's write objects."""
+    deepseek = """{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}\
+{% elif m.role == 'user' %}{{ m.content }}{% endif %}{% for call in m.tool_calls %}\
+{{ '<｜tool▁sep｜>' + call['function']['arguments'] }}{% endfor %}{% endfor %}"""
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]},
+        {"role": "tool", "content": "22", "tool_call_id": "a"},
+    ]
+    assert prompt(servers(deepseek), messages) == 'hi<｜tool▁sep｜>{"city": "Rome"}22'
+    assert '"arguments": {"city": "Rome"}' in prompt(qwen, messages[:2])
+
+
 def test_thinking_is_enabled_under_the_name_that_the_template_reads(servers):
     """DeepSeek V3.1 reads `thinking`, and sets it first where it is missing."""
     template = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}\

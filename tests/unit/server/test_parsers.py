@@ -206,6 +206,29 @@ CASES = {
             ),
         ],
     ),
+    "seed oss": (
+        "qwen_coder",
+        "Hm.<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        [TextDelta("Hm."), *ROME],
+    ),
+    "nemotron": (
+        "nemotron",
+        '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "clock", '
+        '"arguments": "{}"}]</TOOLCALL>',
+        [*ROME, *CLOCK],
+    ),
+    "lfm2, JSON between marks": (
+        "pythonic",
+        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rome"}}]<|tool_call_end|>',
+        ROME,
+    ),
+    "apriel": (
+        "hermes",
+        '<tool_calls>[{"name": "weather", "arguments": {"city": "Rome"}, "id": "a"}, '
+        '{"name": "clock", "arguments": {}}]</tool_calls>',
+        [*ROME, *CLOCK],
+    ),
     "qwen coder, JSON": ("qwen_coder", '<tool_call>{"name": "clock"}</tool_call>', CLOCK),
     "glm": (
         "glm",
@@ -472,6 +495,7 @@ TEMPLATES = {  # a line that each family's templates have
     "granite": "{{ '<|tool_call|>' }} Here is my thought process:",
     "pythonic": "[func_name1(params_name1=params_value1), func_name2(params)]",
     "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name }}<think>',
+    "nemotron": "{{ '<TOOLCALL>[' + fn.name }}",
     "llama": "{{ '<|python_tag|>' }}",
 }
 
