@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError
 from quantflow.files import disk
-from quantflow.files.folder import list_files, reading
+from quantflow.files.folder import list_files, reading, refuse_small_pointer
 from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
 from quantflow.files.origin import is_snapshot
 
@@ -250,6 +250,10 @@ def _copied(source: Path, target: Path, *, nbytes: int | None) -> "tuple[str, Se
         step = block_of(size)
         memory = memoryview(bytearray(step))
         if nbytes is not None and size != nbytes:
+            try:
+                refuse_small_pointer(source)
+            except InputError as pointer:
+                raise IntegrityError(f"{source.name}: {pointer.cause}", pointer.remedy) from pointer
             raise IntegrityError(
                 f"{source.name}: {size} bytes, {MANIFEST_NAME} records {nbytes}",
                 "copy or export the artifact again",

@@ -105,15 +105,19 @@ class Trusted:
 def sign(folder: Path, signer: Signer) -> dict[str, str]:
     """Verify an artifact and write the three files beside it; return their paths.
 
+    What is signed are the hashes that were verified: the files are read once.
+
     Raises:
         IntegrityError: the artifact is not the one that was exported.
         InputError: a key or a certificate cannot be used.
         UnsupportedError: model-signing is not installed.
     """
-    manifest = read_manifest(folder)
-    verify(folder, manifest=manifest)
     library = _library()
-    config = library.signing.Config().set_hashing_config(_hashing(library, _UNSIGNED))
+    sealed = seal(folder)
+    manifest = sealed.manifest
+    with sealed.named():
+        verify(sealed.place, manifest=manifest, hashes=sealed.digests)
+    config = library.signing.Config().set_hashing_config(_hashed(library, sealed, _UNSIGNED))
     for path in (signer.key, signer.certificate, *signer.chain):
         if path is not None and not path.is_file():
             raise InputError(f"{path}: no such file", "give a PEM file")
@@ -293,8 +297,11 @@ def _hashed(library: Any, sealed: SealedFolder, unsigned: Iterable[str]) -> Any:
                 and not {model_path / name, *(model_path / name).parents} & set(ignored)
             ]
             method = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
+            left_out = [*sorted(unsigned), ".git", ".cache"]
             return manifest.Manifest(
-                model_path.name, items, manifest.SerializationType.from_args(method)
+                model_path.resolve().name,
+                items,
+                manifest.SerializationType.from_args({**method, "ignore_paths": left_out}),
             )
 
     return Hashed()

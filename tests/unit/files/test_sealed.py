@@ -170,8 +170,14 @@ def test_a_file_that_gets_shorter_is_an_error(folder):
         (lambda folder: (folder / "config.json").rename(folder / "x"), "config.json: recorded"),
         (lambda folder: os.mkfifo(folder / "pipe"), "pipe: a link or special file"),
         (lambda folder: os.symlink("config.json", folder / "link"), "link: a link or special"),
+        (
+            lambda folder: (folder / "config.json").write_text(
+                "version https://git-lfs.github.com"
+            ),
+            r"a git-LFS pointer instead of the file's content; run `git lfs pull`",
+        ),
     ],
-    ids=["size", "missing", "added", "renamed", "fifo", "link"],
+    ids=["size", "missing", "added", "renamed", "fifo", "link", "pointer"],
 )
 def test_other_names_and_sizes_than_the_manifests_are_refused_before_more_is_read(
     folder, change, said, tmp_path, monkeypatch

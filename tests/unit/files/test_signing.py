@@ -1,5 +1,6 @@
 """Signatures of artifacts: a refusal names the changed file, the key or the certificate; exit 7."""
 
+import base64
 import datetime
 import functools
 import io
@@ -580,6 +581,38 @@ def test_a_second_process_that_exchanges_files_all_the_time_never_gets_its_weigh
         finally:
             second.kill()
     assert False not in outcomes and None in outcomes
+
+
+@pytest.mark.parametrize("change", [exchange, overwrite])
+def test_what_is_changed_while_it_is_signed_is_not_what_the_signature_is_over(
+    work, forged, tmp_path, intruder, change
+):
+    """A signer verifies and signs the same bytes: nobody gets others signed by changing them."""
+    true = json.loads((work / "artifact" / "quantflow.json").read_text())["files"]
+    signed = 0
+    for before in range(1, 12):
+        folder = Path(shutil.copytree(work / "artifact", tmp_path / str(before) / "artifact"))
+        act = functools.partial(change, folder, forged, RACED)
+        with intruder.at(folder, before, act), suppress(IntegrityError):
+            sign(folder, Signer(key=work / "mine.pem"))
+            bundle = json.loads(folder.with_name("artifact.sig").read_text())
+            payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+            over = {one["name"]: one["digest"] for one in payload["predicate"]["resources"]}
+            assert {name: over[name] for name in RACED} == {
+                name: true[name]["sha256"] for name in RACED
+            }
+            signed += 1
+    assert signed
+
+
+def test_the_library_itself_verifies_the_signature(work, artifact):
+    """The OpenSSF's own program, which reads the folder by itself."""
+    (artifact / "README.md").write_text("a page that a hub shows")
+    check = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=work / "mine.pub")
+    check.verify(artifact, artifact.with_name("artifact.sig"))
+    flipped(artifact / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        check.verify(artifact, artifact.with_name("artifact.sig"))
 
 
 def test_the_bundle_that_was_read_is_the_one_that_is_checked(
