@@ -2,7 +2,7 @@
 
     python examples/ci/lock.py > examples/ci/requirements.txt
 
-pip resolves this folder's pyproject.toml under constraints.txt, and says which files it would
+pip resolves the dependencies of pyproject.toml under constraints.txt, and says which files it would
 install on this machine; nothing is installed. A file that does not come from pip's index over
 HTTPS, such as one in a folder of this machine, may be another build and is left out, and so is
 torch, whose builds differ from index to index: `--with-torch` takes them all. What was left out is
@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ _BUILDS = ("setuptools",)  # what pyproject.toml is built with
 def resolved() -> list[dict[str, Any]]:
     """The packages that pip would install, as its report lists them."""
     words = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    words += ["--report", "-", "-c", str(ROOT / "constraints.txt"), str(ROOT), *_BUILDS]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words += ["--report", "-", "-c", str(ROOT / "constraints.txt")]
+    words += [*project["dependencies"], *_BUILDS]
     said = subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
     installs: list[dict[str, Any]] = json.loads(said)["install"]
     return installs
@@ -37,8 +40,6 @@ def lines(installs: list[dict[str, Any]], *, with_torch: bool) -> Iterator[tuple
     for one in sorted(installs, key=lambda one: str(one["metadata"]["name"]).lower()):
         name, version = one["metadata"]["name"], one["metadata"]["version"]
         where = one["download_info"]
-        if "dir_info" in where:  # quantflow itself
-            continue
         digest = where["archive_info"].get("hashes", {}).get("sha256")
         elsewhere = not where["url"].startswith("https:") or name.lower().startswith(_TORCH)
         taken = digest is not None and (with_torch or not elsewhere)
