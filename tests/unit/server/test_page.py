@@ -397,6 +397,10 @@ def test_a_hostile_answer_is_text(browser, canned, width, height):
     assert browser.run("return window.owned") is None
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.errors() == []
+    tried = (
+        "try { document.body.innerHTML = 'x'; return 'made' } catch (error) { return error.name }"
+    )
+    assert browser.run(tried) == "TypeError"
 
 
 @pytest.mark.slow
