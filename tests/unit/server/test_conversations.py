@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from quantflow.models import chat_form
+from quantflow.models import chat_form, chat_template
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.prompt_files import encode
 from quantflow.server.parsers import CALL_PARSERS
@@ -81,6 +81,20 @@ def prompt(server, messages=ASKED, **fields):
     answer = server.post("/chat_tokenize", {"messages": messages, **fields})
     assert answer.status == 200, answer.json()
     return answer.json()["templated_text"]
+
+
+@pytest.fixture(scope="module")
+def written(artifact):
+    """A function from a template and a conversation to its prompt, without a server."""
+    tokenizer = load_tokenizer(artifact)
+
+    def text(template, messages=ASKED, **options):
+        rendered = chat_template.render(
+            tokenizer, messages, answer=True, template=template, options=options
+        )
+        return rendered.text
+
+    return text
 
 
 def refusal(server, **fields):
@@ -239,21 +253,21 @@ def test_parsers_can_be_chosen_and_left_out(serve, tmp_path):
         assert together(chunks)[0] == without_ids(whole["message"])
 
 
-def test_a_developer_is_the_system_where_the_template_does_not_know_the_role(qwen, servers):
+def test_a_developer_is_the_system_where_the_template_does_not_know_the_role(qwen, written):
     """sgl-project/sglang#40082, vllm-project/vllm#42407: the instruction was left out."""
     messages = [{"role": "developer", "content": "Be brief."}, *ASKED]
     assert prompt(qwen, messages) == "<s>system: Be brief.\nuser: hi\nassistant: "
-    assert prompt(servers(DEVELOPER), messages).startswith("developer: Be brief.")
+    assert written(DEVELOPER, messages).startswith("developer: Be brief.")
 
 
 @pytest.mark.parametrize("role", ["devloper", "function", "", "critic"])
-def test_a_role_that_nobody_knows_is_refused_by_name(qwen, plain, servers, role):
+def test_a_role_that_nobody_knows_is_refused_by_name(qwen, plain, written, role):
     messages = [{"role": role, "content": "x"}, *ASKED]
     for server in (qwen, plain):
         message = refusal(server, messages=messages)
         assert f"no role {role!r}" in message and "system, user, assistant, tool" in message
     if role == "critic":
-        assert f"{role}: x" in prompt(servers(DEVELOPER), messages)
+        assert f"{role}: x" in written(DEVELOPER, messages)
 
 
 def test_a_role_whose_messages_the_template_leaves_out_is_refused_by_name(qwen, plain):
@@ -369,29 +383,28 @@ def test_fields_of_thinking_reach_the_template(qwen, fields, end):
     assert prompt(qwen, **fields).endswith(end)
 
 
-def test_arguments_of_earlier_calls_are_texts_where_the_template_needs_them(servers, qwen):
+def test_arguments_of_earlier_calls_are_texts_where_the_template_needs_them(written):
     """DeepSeek's templates put arguments together with other texts; Qwen's write objects."""
     deepseek = """{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}\
 {% elif m.role == 'user' %}{{ m.content }}{% endif %}{% for call in m.tool_calls %}\
 {{ '<｜tool▁sep｜>' + call['function']['arguments'] }}{% endfor %}{% endfor %}"""
-    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    function = {"name": "weather", "arguments": {"city": "Rome"}}
     messages = [
         *ASKED,
         {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]},
         {"role": "tool", "content": "22", "tool_call_id": "a"},
     ]
-    assert prompt(servers(deepseek), messages) == 'hi<｜tool▁sep｜>{"city": "Rome"}22'
-    assert '"arguments": {"city": "Rome"}' in prompt(qwen, messages[:2])
+    assert written(deepseek, messages) == 'hi<｜tool▁sep｜>{"city": "Rome"}22'
+    assert '"arguments": {"city": "Rome"}' in written(QWEN, messages[:2])
 
 
-def test_thinking_is_enabled_under_the_name_that_the_template_reads(servers):
+def test_thinking_is_enabled_under_the_name_that_the_template_reads(written):
     """DeepSeek V3.1 reads `thinking`, and sets it first where it is missing."""
     template = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}\
 {{ messages[-1].content }}{{ '<think>' if thinking else '</think>' }}"""
-    assert prompt(servers(template)) == "hi</think>"
-    assert prompt(servers(template), enable_thinking=True) == "hi<think>"
-    kwargs = {"thinking": False, "enable_thinking": True}
-    assert prompt(servers(template), chat_template_kwargs=kwargs) == "hi</think>"
+    assert written(template) == "hi</think>"
+    assert written(template, enable_thinking=True) == "hi<think>"
+    assert written(template, thinking=False, enable_thinking=True) == "hi</think>"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
