@@ -14,7 +14,7 @@ alone.
 
 import atexit
 import json
-import select
+import selectors
 import signal
 import subprocess
 import threading
@@ -261,7 +261,7 @@ class Renderer:
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The reply: `text` or `reads`, or `why` there is none."""
         try:
-            line = json.dumps(order).encode() + b"\n"
+            line = _written(order)
         except (TypeError, ValueError, RecursionError) as error:
             return {"why": f"the conversation is not JSON: {error}"}
         with self._lock:
@@ -320,15 +320,36 @@ class Renderer:
         stream = self._process.stdout
         end = time.monotonic() + seconds
         line = bytearray()
-        while not line.endswith(b"\n"):
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([stream], [], [], left)[0]:
-                return None
-            piece = stream.read1(1 << 20)  # type: ignore[attr-defined]
-            if not piece:
-                return b""
-            line += piece
+        # select() takes no descriptor above 1,023, and a server may have more connections
+        with selectors.PollSelector() as ready:
+            ready.register(stream, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                left = end - time.monotonic()
+                if left <= 0 or not ready.select(left):
+                    return None
+                piece = stream.read1(1 << 20)  # type: ignore[attr-defined]
+                if not piece:
+                    return b""
+                line += piece
         return bytes(line)
+
+
+def _written(order: Mapping[str, Any]) -> bytes:
+    """The line of an order.
+
+    Long lists and objects are written item by item: other threads of a server run in between.
+    """
+    return b"{%b}\n" % b",".join(
+        json.dumps(name).encode() + b":" + _items(value) for name, value in order.items()
+    )
+
+
+def _items(value: Any) -> bytes:
+    if isinstance(value, list):
+        return b"[%b]" % b",".join(json.dumps(item).encode() for item in value)
+    if isinstance(value, dict):
+        return b"{%b}" % b",".join(json.dumps({k: v})[1:-1].encode() for k, v in value.items())
+    return json.dumps(value).encode()
 
 
 def _ending(code: int) -> str:

@@ -47,6 +47,16 @@ class _Descriptor(io.FileIO):
         return len(data)
 
 
+class _Direct(io.BufferedWriter):
+    """A writer that keeps nothing, as PYTHONUNBUFFERED asks for."""
+
+    def write(self, data: Any, /) -> int:
+        """Write all of the data; the result is the number of bytes."""
+        written = super().write(data)
+        self.flush()
+        return written
+
+
 def guard() -> None:
     """Replace sys.stdout and sys.stderr by such streams; a closed one gets /dev/null.
 
@@ -66,8 +76,9 @@ def _guarded(number: int, stream: TextIO | None) -> TextIO:
     encoding, live, direct = "utf-8", number == 2, False
     if isinstance(stream, io.TextIOWrapper):
         encoding, live, direct = stream.encoding, stream.line_buffering, stream.write_through
+    writer = _Direct if direct else io.BufferedWriter
     return io.TextIOWrapper(
-        io.BufferedWriter(_Descriptor(number)),
+        writer(_Descriptor(number)),
         encoding=encoding,
         errors="backslashreplace",  # what a terminal cannot show is spelled out
         line_buffering=live,

@@ -6,6 +6,8 @@
     http.py         a route: body in, JSON or events out, clients that go away or are slow
     bodies.py       the fields of requests; fields.py: those of other servers, and their fate
     asked.py        a body as one request, whatever server's names it has
+    json_text.py    JSON in steps that let other threads run; threads.py: the threads
+    characters.py   how long a text of N tokens can be, so that longer ones are refused first
     validation.py   refusals of their values, in TGI's order and words; errors.py: their statuses
     tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
     parsers/        calls of tools and reasoning in answers, a module for each family of models
@@ -13,6 +15,7 @@
     grammar.py      grammars of texts, as masks; schemas.py: JSON schemas as people write them
     vllm.py         vLLM's own server in place of ours
     models.py       models by name, each with an engine, loaded on demand
+    request_log.py  ids of requests, and their lines in the log
     metrics.py      /metrics; openapi.py: /openapi.json; site.py: the state that routes share
 
 Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start that may take 3, and

@@ -1,7 +1,7 @@
 """The ASGI application: the routes behind three checks: Host header, key and CORS."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,12 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quantflow.errors import InputError
+from quantflow.errors import InputError, ResourceError
 from quantflow.server import openai, pages, tgi
 from quantflow.server.errors import Refused
 from quantflow.server.http import Endpoint, HttpCall, Patience, Serving, refusal
 from quantflow.server.openapi import description
-from quantflow.server.settings import LOOPBACK, ServeJob
+from quantflow.server.request_log import RequestLog
+from quantflow.server.settings import ServeJob, is_loopback
 from quantflow.server.site import Site
 
 
@@ -26,8 +27,13 @@ def endpoints() -> tuple[Endpoint, ...]:
     return (*tgi.ENDPOINTS, *openai.ENDPOINTS, *pages.ENDPOINTS)
 
 
-def application(site: Site) -> ASGIApp:
-    """The application with all routes."""
+def application(site: Site, *, tell: Callable[[str], None] | None = None) -> ASGIApp:
+    """The application with all routes.
+
+    Args:
+        site: state that the routes share.
+        tell: function that takes a line for each request; None takes none.
+    """
     job = site.job
     routes = endpoints()
     key = read_key(job)
@@ -58,7 +64,6 @@ def application(site: Site) -> ASGIApp:
             key=key,
             free=free,
             hosts=allowed_hosts(job, key),
-            openai=_openai_paths(routes),
         )
     ]
     if job.cors_allow_origin:
@@ -70,9 +75,10 @@ def application(site: Site) -> ASGIApp:
                 allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                expose_headers=["x-request-id"],
             ),
         )
-    return Starlette(
+    made = Starlette(
         routes=[
             _route(path, routes, site, patience)
             for path in dict.fromkeys(endpoint.path for endpoint in routes)
@@ -80,6 +86,8 @@ def application(site: Site) -> ASGIApp:
         middleware=middleware,
         exception_handlers={HTTPException: _refused_by_starlette},
     )
+    made.router.redirect_slashes = False  # `RequestLog` takes such slashes away
+    return RequestLog(made, tell=tell)
 
 
 def read_key(job: ServeJob) -> bytes | None:
@@ -102,14 +110,19 @@ def read_key(job: ServeJob) -> bytes | None:
 
 
 def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
-    """Names that a Host header may have; None where any may.
+    """Names that a Host header may have beside addresses of the loopback; None where any may.
 
     Any web page can reach a server on the loopback under a name that it lets point there. A key,
-    which such a page does not have, keeps it out as well.
+    which such a page does not have, keeps it out as well. An address is no such name.
     """
-    if job.host not in LOOPBACK or key is not None:
+    if key is not None:
         return None
-    return frozenset({*LOOPBACK, "[::1]", *job.allowed_host})
+    try:
+        if not is_loopback(job.address):
+            return None
+    except ResourceError:
+        pass  # a host that nobody knows cannot be bound either
+    return frozenset(name.lower() for name in ("localhost", job.host, *job.allowed_host))
 
 
 class _KeyCheck:
@@ -122,13 +135,12 @@ class _KeyCheck:
         key: bytes | None,
         free: set[tuple[str, str]],
         hosts: frozenset[str] | None,
-        openai: frozenset[str],
     ) -> None:
         """Keep the key and the routes that need none.
 
         These are methods with paths, since a path may be a page and a question.
         """
-        self._app, self._key, self._free, self._hosts, self._openai = app, key, free, hosts, openai
+        self._app, self._key, self._free, self._hosts = app, key, free, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,14 +150,15 @@ class _KeyCheck:
         if refused is None:
             await self._app(scope, receive, send)
             return
-        response = refusal(refused, openai=scope["path"] in self._openai)
+        response = refusal(refused, openai=_is_openai(scope["path"]))
         response.headers["connection"] = "close"  # its body is not read
         await response(scope, receive, send)
 
     def _refused(self, request: Request) -> Refused | None:
         host = request.headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._hosts is not None and name.lower() not in self._hosts:
+        allowed = self._hosts is None or name.lower() in self._hosts
+        if not allowed and not is_loopback(name.removeprefix("[").removesuffix("]")):
             return Refused(
                 "forbidden_host", f"Host {name[:100]!r} is not served; allow it with --allowed-host"
             )
@@ -162,8 +175,9 @@ class _KeyCheck:
         )
 
 
-def _openai_paths(routes: Sequence[Endpoint]) -> frozenset[str]:
-    return frozenset(endpoint.path for endpoint in routes if endpoint.openai)
+def _is_openai(path: str) -> bool:
+    """Whether a path is one of OpenAI's interface, also one that is not served."""
+    return path == "/v1" or path.startswith("/v1/")
 
 
 def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience) -> Route:
@@ -190,6 +204,6 @@ async def _refused_by_starlette(request: Request, error: Exception) -> Response:
         if status == 405
         else Refused("not_found", "Not found")
     )
-    response = refusal(refused, openai=request.url.path.startswith("/v1/"))
+    response = refusal(refused, openai=_is_openai(request.url.path))
     response.headers.update(getattr(error, "headers", None) or {})
     return response

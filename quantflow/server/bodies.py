@@ -5,12 +5,15 @@ this one not, are refused by name (fields.py). Unknown fields are ignored, as bo
 them. `openapi.py` describes these classes.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from quantflow.server.errors import invalid
 from quantflow.server.fields import NESTED, ROWS, FieldRow, refuse
+
+Item = TypeVar("Item")
 
 U32 = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
@@ -19,6 +22,27 @@ I64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 NewTokens = Annotated[int, Field(strict=True, ge=-1, le=2**32 - 1)]  # -1: as many as fit
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+# a list whose first mistake is told: no others are collected
+Many = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def _in_turn(value: Any) -> Any:
+    """The value itself: between two calls of Python other threads run."""
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    """A mapping to numbers; the first other value is refused, and no others are collected."""
+    if isinstance(value, dict):
+        for key, number in value.items():
+            if number is True or not isinstance(number, int | float):
+                raise PydanticCustomError(
+                    "number", "{key}: Input should be a number", {"key": key[:40]}
+                )
+    return value
+
+
+InTurn = Annotated[Item, BeforeValidator(_in_turn)]  # an item of a list that may be long
 
 
 class Body(BaseModel):
@@ -59,7 +83,7 @@ class StructuredOutputs(Body):
 
     json_value: Any = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: Flag | None = None
 
@@ -82,13 +106,15 @@ class Asking(Body):
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     no_repeat_ngram_size: U32 | None = None
-    logit_bias: dict[str, Bias] | list[tuple[U32, Bias]] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], BeforeValidator(_numbers)] | Many[tuple[U32, Bias]] | None
+    ) = None
+    bad_words: Many[str] | None = None
     truncate: U64 | None = None
     truncate_prompt_tokens: U64 | None = None  # vLLM's name
     add_special_tokens: Flag | None = None
     skip_special_tokens: Flag | None = None
-    stop_token_ids: list[U32] | None = None
+    stop_token_ids: Many[U32] | None = None
     ignore_eos: Flag | None = None
     min_tokens: U32 | None = None
     min_new_tokens: U32 | None = None  # SGLang's name
@@ -96,7 +122,7 @@ class Asking(Body):
     no_stop_trim: Flag | None = None  # SGLang's name
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: Any = None
@@ -113,8 +139,8 @@ class Parameters(Asking):
     do_sample: Flag = False
     max_new_tokens: U32 | None = 100
     return_full_text: Flag | None = None
-    stop: list[str] = Field(default_factory=list)
-    stop_sequences: list[str] | None = None  # an older name
+    stop: Many[str] = Field(default_factory=list)
+    stop_sequences: Many[str] | None = None  # an older name
     watermark: Flag = False
     details: Flag = False
     decoder_input_details: Flag = False
@@ -134,7 +160,7 @@ class VertexInstance(Body):
     place = "prompt"
 
     inputs: str
-    parameters: Parameters = WITHOUT_PARAMETERS
+    parameters: Parameters = Field(default_factory=lambda: WITHOUT_PARAMETERS)  # never copied
 
     @model_validator(mode="before")
     @classmethod
@@ -163,7 +189,7 @@ class CompatBody(GenerateBody):
 class VertexBody(Body):
     """Prompts of Vertex."""
 
-    instances: list[VertexInstance]
+    instances: Many[InTurn[VertexInstance]]
 
 
 class FunctionCall(Body):
@@ -195,9 +221,9 @@ class Message(Body):
     inside = "messages"
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Many[InTurn[ContentPart]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[InTurn[ToolCall]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`
@@ -259,8 +285,8 @@ class OpenAIBody(Asking):
     n_predict: NewTokens | None = None  # llama.cpp's name
     n: U32 | None = None
     seed: I64 | None = None
-    stop: str | list[str] | None = None
-    stop_sequences: list[str] | None = None
+    stop: str | Many[str] | None = None
+    stop_sequences: Many[str] | None = None
     stream: Flag | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -273,11 +299,11 @@ class ChatBody(OpenAIBody):
 
     place = "chat"
 
-    messages: list[Message]
+    messages: Many[InTurn[Message]]
     logprobs: Flag | None = False
     top_logprobs: U32 | None = None
     guideline: str | None = None
-    tools: list[Tool] | None = None
+    tools: Many[InTurn[Tool]] | None = None
     tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
     parallel_tool_calls: Flag | None = None
     tool_prompt: str | None = None  # TGI's, for templates that do not know tools
@@ -293,7 +319,7 @@ class CompletionBody(OpenAIBody):
 
     place = "completions"
 
-    prompt: str | list[str] | list[I64] | list[list[I64]]
+    prompt: str | Many[str] | Many[I64] | Many[InTurn[Many[I64]]]
     best_of: U32 | None = None
     echo: Flag | None = False
     logprobs: U32 | None = None

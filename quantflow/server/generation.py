@@ -10,7 +10,8 @@ end with it.
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +21,16 @@ from quantflow.runtime.batching import BatchRequest, FinishReason, PromptToken, 
 from quantflow.runtime.generate_job import Lookup
 from quantflow.server.errors import Refused, failed, invalid, overloaded
 from quantflow.server.grammar import NOT_SUPPORTED, AfterReasoning
+from quantflow.server.metrics import CountedRequest
 from quantflow.server.models import ServedModel
+from quantflow.server.request_log import current_request
 from quantflow.server.settings import Limits
 from quantflow.server.text import AnswerText
 from quantflow.server.validation import Asked, Bias, check, check_truncate, new_tokens
 
 LEFT_OUT = "x-grammar-left-out"
+
+ENTRY_BYTES = 8  # of an entry of logit_bias, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,7 @@ class Continuation:
         hidden: tokens that have no text.
         kept_ends: tokens whose text stays where they end the answer.
         pieces: tokens so far.
+        times: time of each of them, in seconds of `time.monotonic`.
     """
 
     stream: Stream
@@ -75,6 +81,7 @@ class Continuation:
     hidden: frozenset[int] = frozenset()
     kept_ends: frozenset[int] = frozenset()
     pieces: list[AnswerPiece] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
     @property
     def finish(self) -> FinishReason:
@@ -117,13 +124,30 @@ class Admission:
         Raises:
             Refused: there would be too many; kind overloaded.
         """
-        if self.rows + count > self.most:
+        if not self.has_room(count):
             raise overloaded()
         self.rows += count
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows may enter."""
+        return self.rows + count <= self.most
 
     def leave(self, count: int) -> None:
         """Subtract rows from the count."""
         self.rows -= count
+
+    @contextmanager
+    def held(self, count: int) -> Iterator[None]:
+        """Count other work, such as making tokens, as so many rows during the block.
+
+        Raises:
+            Refused: there would be too many; kind overloaded.
+        """
+        self.enter(count)
+        try:
+            yield
+        finally:
+            self.leave(count)
 
 
 class Answer:
@@ -136,6 +160,7 @@ class Answer:
         timings: timings of the request.
         new_tokens: largest number of tokens of a continuation.
         left_out: what the grammar's mask does not hold to, in sentences.
+        counted: its request among the metrics; None where nothing counts it.
     """
 
     def __init__(
@@ -152,8 +177,11 @@ class Answer:
         self.rows: list[Continuation] = []
         self.new_tokens = 0
         self.left_out: tuple[str, ...] = ()
+        self.counted: CountedRequest | None = None
         self._admission, self._count = admission, count
         model.rows += count
+        if (request := current_request()) is not None:
+            request.answers.append(self)
 
     def __enter__(self) -> Self:
         """The answer."""
@@ -165,7 +193,9 @@ class Answer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Cancel rows that still run and let the next request in."""
+        """Cancel rows that still run, let the next request in, and count how this one ended."""
+        if self.counted is not None:
+            self.counted.end(error, self)
         for row in self.rows:
             row.stream.cancel()
         self.rows_done()
@@ -187,6 +217,12 @@ class Answer:
         """The prompt's tokens with their log-probabilities, where the request wants them."""
         return self.rows[0].stream.prompt
 
+    @property
+    def size(self) -> int:
+        """How much JSON the answer is: its tokens so far, and the likeliest ones beside each."""
+        tokens = len(self.prefill) + sum(len(row.pieces) for row in self.rows)
+        return tokens * (1 + self.rows[0].stream.request.top_n)
+
     async def pieces(self, row: int) -> AsyncIterator[AnswerPiece]:
         """Yield the tokens of a continuation as they come.
 
@@ -204,6 +240,7 @@ class Answer:
             if event.id is None:
                 self._time()
                 continue
+            one.times.append(time.monotonic())
             # an end token is no part of the text, whether the tokenizer calls it special or not
             ends = event.finish is FinishReason.EOS
             hidden = ends and event.id not in one.kept_ends
@@ -305,7 +342,7 @@ class Service:
         Raises:
             Refused: the request is not answered; the error has the message for the client.
         """
-        count = max(asked.best_of or 1, asked.choices or 1)
+        count = asked.rows
         timings = timings or Timings()
         check(asked, self.limits, text=text, float8=model.float8)
         asked = asked.with_defaults(model.defaults)
@@ -313,25 +350,29 @@ class Service:
         try:
             check_truncate(asked, max_input_tokens=model.max_input_tokens)
             special = not rendered if asked.special is None else asked.special
+            bounded = asked.truncate is None  # a text that is truncated may be of any length
             ids = (
                 tuple(tokens or ())
                 if text is None
-                else await model.encode(text, rendered=not special)
+                else await model.encode(text, rendered=not special, bounded=bounded)
             )
             ids = ids if asked.truncate is None else ids[-asked.truncate :]
-            vocabulary = model.loaded.decoder.vocab_size
-            wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
-            if wrong is not None:
-                raise invalid(f"token {wrong} is not one of {vocabulary}")
             most = {
                 "max_input_tokens": model.max_input_tokens,
                 "max_total_tokens": model.max_total_tokens,
             }
             answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
+            vocabulary = model.loaded.decoder.vocab_size
+            wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                raise invalid(f"token {wrong} is not one of {vocabulary}")
             answer.prompt = ids
             masks = await self._masks(model, asked, count, reasoning)
             answer.left_out = () if masks[0] is None else masks[0].left_out
-            bias = _bias(asked.logit_bias, vocabulary)
+            given = asked.logit_bias or {}
+            bias = await model.workers.sized(
+                lambda: _bias(given, vocabulary), nbytes=ENTRY_BYTES * len(given)
+            )
             hidden = frozenset[int]() if asked.shows_special else model.vocabulary.hidden_but(kept)
             ends = _ends(asked, model.loaded.eos_token_ids, vocabulary)
             rules = asked.rules(bad_words=await model.words(asked.bad_words))
@@ -423,14 +464,14 @@ def _ends(asked: Asked, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*kept, *asked.stop_token_ids)))
 
 
-def _bias(bias: Bias | None, vocab_size: int) -> dict[int, float]:
+def _bias(bias: Bias, vocab_size: int) -> dict[int, float]:
     """OpenAI's logit_bias by token; llama.cpp's pairs, whose `false` forbids a token.
 
     Raises:
         Refused: a key is no token, or a value lies outside -100 to 100.
     """
     by_token = {}
-    for key, value in bias.items() if isinstance(bias, Mapping) else bias or ():
+    for key, value in bias.items() if isinstance(bias, Mapping) else bias:
         name = str(key)
         if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= vocab_size:
             raise invalid(f"`logit_bias`: {name[:20]!r} is not one of {vocab_size} tokens")

@@ -211,20 +211,24 @@ def _schema(value: Any) -> dict[str, Any]:
     return value
 
 
-def require_shallow(value: Any) -> None:
-    """Refuse objects and lists that are nested too deeply.
+def require_shallow(*values: Any) -> None:
+    """Refuse objects and lists that are nested too deeply, or together hold more than is allowed.
 
     Raises:
         Refused: of kind validation.
     """
-    level = [value]
+    level, count = list(values), 0
     for _ in range(DEEPEST):
-        inner = [
-            list(item.values()) if isinstance(item, dict) else item
+        # all values of a level are at least as many characters
+        count += len(level)
+        if count > LONGEST:
+            raise invalid(f"grammar is not valid: more than {LONGEST} characters")
+        level = [
+            part
             for item in level
             if isinstance(item, dict | list)
+            for part in (item.values() if isinstance(item, dict) else item)
         ]
-        level = [part for parts in inner for part in parts]
     if any(isinstance(item, dict | list) for item in level):
         raise invalid(f"grammar is not valid: deeper than {DEEPEST}")
 

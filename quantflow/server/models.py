@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import BatchEncoding
@@ -26,14 +27,19 @@ from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.server import parsers
-from quantflow.server.errors import Refused, bad_template, invalid
+from quantflow.server.characters import bound_of
+from quantflow.server.errors import Refused, bad_template, invalid, too_many_characters
 from quantflow.server.grammar import Grammars
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.text import Vocabulary
+from quantflow.server.threads import ServerThreads
+
+Result = TypeVar("Result")
 
 LONGEST = 4096  # TGI's default limit of a request's tokens
 TEMPLATE_SECONDS = 30.0  # for a conversation to wait for others of its model and to be rendered
 TEMPLATE_CHARACTERS = 8_000_000
+UNBOUND_CHARACTERS = 100_000  # of a text whose tokens are listed, where no bound follows
 ANY_NAME = ("tgi", "dummy", "default")  # names that clients of a single model use
 
 
@@ -94,11 +100,10 @@ class ServedModel:
         used: a count that grows with each use of any model.
         rows: number of requests that it answers now, or that prepare to use it.
         weight_bytes: bytes of its weight files.
+        workers: threads beside the event loop.
     """
 
-    def __init__(
-        self, name: str, loaded: Loaded, *, job: ServeJob, workers: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, name: str, loaded: Loaded, *, job: ServeJob, workers: ServerThreads) -> None:
         """Start the engine.
 
         Raises:
@@ -131,13 +136,15 @@ class ServedModel:
             else NO_DEFAULTS
         )
         self.used, self.rows = 0, 0
-        self._workers = workers
+        self.workers = workers
+        self._bound = bound_of(self.tokenizer)
         self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
         self._template = None if job.chat_template is None else _read_template(job.chat_template)
         self._parsers = {"calls": job.tool_parser, "reasoning": job.reasoning_parser}
         self._renderer = chat_template.Renderer()
-        # a thread of its own, so that threads that tokenize never wait for it
+        # threads of their own, so that threads that tokenize never wait for them
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="quantflow-template")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="quantflow-grammar")
         # a first call settles padding and truncation, so that threads only read
         with contextlib.suppress(InputError):  # a tokenizer may not know the word
             tokens_of(self.tokenizer, "warm", where=name)
@@ -164,26 +171,53 @@ class ServedModel:
             for linear in self.loaded.artifact.linears.values()
         )
 
-    async def encode(self, text: str, *, rendered: bool) -> tuple[int, ...]:
+    async def encode(self, text: str, *, rendered: bool, bounded: bool = True) -> tuple[int, ...]:
         """The tokens of a prompt, computed in a thread.
 
         Args:
             text: prompt.
             rendered: whether it comes from a chat template, which writes special tokens itself.
+            bounded: whether it must have no more tokens than a prompt may have. A text that is
+                longer than so many tokens can be is then refused before it is tokenized.
 
         Raises:
-            Refused: the tokenizer cannot read it.
+            Refused: the text is too long, or the tokenizer cannot read it.
         """
-        return tuple((await self._encoding(text, rendered=rendered, offsets=False))["input_ids"])
+        if bounded:
+            self.require_length(text)
+        found = await self._encoding(
+            text, lambda encoding: encoding["input_ids"], special=not rendered
+        )
+        return tuple(found)
 
-    async def offsets(self, text: str, *, rendered: bool = False) -> list[dict[str, Any]]:
-        """TGI's table of a text's tokens: id, text, begin and end; see `encode` for `rendered`."""
-        found = await self._encoding(text, rendered=rendered, offsets=True)
-        pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        return [
-            {"id": i, "text": text[a:b] or self.vocabulary.text(i), "start": a, "stop": b}
-            for i, (a, b) in pairs
-        ]
+    def require_length(self, text: str) -> None:
+        """Refuse a text that certainly has more tokens than a prompt may have.
+
+        Raises:
+            Refused: of kind validation.
+        """
+        tokens = self.max_input_tokens
+        most = None if self._bound is None else self._bound.beyond(text, tokens)
+        if most is not None:
+            raise too_many_characters(
+                most=most, given=len(text), tokens=tokens, total=self.max_total_tokens
+            )
+
+    async def token_table(self, text: str, *, rendered: bool = False) -> "TokenTable":
+        """The tokens of a text with their places in it; see `encode` for `rendered`.
+
+        Raises:
+            Refused: the text is longer than a prompt may be, or the tokenizer cannot read it.
+        """
+        self.require_length(text)
+        if self._bound is None and len(text) > UNBOUND_CHARACTERS:
+            cause = f"`inputs` must have at most {UNBOUND_CHARACTERS} characters here"
+            raise invalid(f"{cause}. Given: {len(text)}")
+        return await self._encoding(
+            text,
+            lambda encoding: TokenTable(text, encoding.encodings[0], self.vocabulary),
+            special=not rendered,
+        )
 
     async def render(
         self,
@@ -241,8 +275,9 @@ class ServedModel:
         if not words:
             return ()
         try:
-            found: Words = await self._in_thread(
-                lambda: word_ids(self.tokenizer, words, before=("", " "))
+            found: Words = await self.workers.read(
+                lambda: word_ids(self.tokenizer, words, before=("", " ")),
+                characters=sum(map(len, words)),
             )
         except InputError as error:
             raise invalid(error.cause) from error
@@ -254,33 +289,58 @@ class ServedModel:
         Raises:
             Refused: of kind validation.
         """
-        return await self._in_thread(lambda: self.grammars.mask(grammar))
+        return await self._in_thread(lambda: self.grammars.mask(grammar), self._compiling)
 
     def close(self) -> None:
         """End the engine, and the process that renders conversations."""
         self.engine.close()
-        self._rendering.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._rendering, self._compiling):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._renderer.close()
 
-    async def _encoding(self, text: str, *, rendered: bool, offsets: bool) -> BatchEncoding:
+    async def _encoding(
+        self, text: str, then: Callable[[BatchEncoding], Result], *, special: bool
+    ) -> Result:
+        """What `then` makes of the encoding of a text, in the same thread."""
+
+        def work() -> Result:
+            return then(encoding_of(self.tokenizer, text, where="inputs", special=special))
+
         try:
-            work = partial(
-                encoding_of,
-                self.tokenizer,
-                text,
-                where="inputs",
-                special=not rendered,
-                offsets=offsets,
-            )
-            encoding: BatchEncoding = await self._in_thread(work)
+            return await self.workers.read(work, characters=len(text))
         except InputError as error:
             raise invalid(error.cause) from error
-        return encoding
 
-    async def _in_thread(
-        self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None
-    ) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(workers or self._workers, work)
+    async def _in_thread(self, work: Callable[[], Any], threads: ThreadPoolExecutor) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+class TokenTable:
+    """TGI's table of a text's tokens: id, text, begin and end.
+
+    Numbers are kept in arrays, and the rows are made when they are sent: as objects of Python they
+    would take a hundred times the memory of the text.
+    """
+
+    def __init__(self, text: str, encoding: Any, vocabulary: Vocabulary) -> None:
+        """Keep the tokens of an encoding of the `tokenizers` package."""
+        self._text, self._vocabulary = text, vocabulary
+        self._ids = array("I", encoding.ids)
+        self._places = array("I")
+        for index in range(len(self._ids)):  # asked one by one: all at once keeps threads waiting
+            self._places.extend(encoding.token_to_chars(index) or (0, 0))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows of the table."""
+        text, places = self._text, self._places
+        for index, token in enumerate(self._ids):
+            a, b = places[2 * index], places[2 * index + 1]
+            shown = text[a:b] or self._vocabulary.text(token)
+            yield {"id": token, "text": shown, "start": a, "stop": b}
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._ids)
 
 
 @dataclass(kw_only=True)
@@ -301,9 +361,7 @@ class Models:
             QuantflowError: it cannot be served.
         """
         self.job = job
-        self.workers = ThreadPoolExecutor(
-            job.limits.validation_workers, thread_name_prefix="quantflow-validation"
-        )
+        self.workers = ServerThreads(job.limits.validation_workers)
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="quantflow-loading")
         _adapt(first, job.adapter_folders)
         self.first = ServedModel(job.first_name, first, job=job, workers=self.workers)
@@ -355,7 +413,7 @@ class Models:
         """End all engines."""
         for model in self.running:
             model.close()
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
     def _key(self, name: str | None) -> str:

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,26 +29,42 @@ from quantflow.server.errors import Refused, invalid
 from quantflow.server.events import EventStream
 from quantflow.server.generation import Answer, AnswerPiece, Timings
 from quantflow.server.grammar import JSON_TYPES
-from quantflow.server.http import Endpoint, HttpCall, typed
+from quantflow.server.http import FEW, Endpoint, HttpCall, LargeJson, json_answer, typed
+from quantflow.server.metrics import CountedRequest
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
 from quantflow.server.parsers import AnswerParsers
 from quantflow.server.site import Site
 from quantflow.server.tgi import compat_generate
-from quantflow.server.validation import Asked
+from quantflow.server.validation import Asked, check
 
 DONE = "[DONE]"
 UNREAD = "x-unread-template-variables"
 UNREAD_NAMES = 20  # that the header holds
+COMPLETION_NAMES = MappingProxyType(
+    {
+        "inputs": "prompt",
+        "max_new_tokens": "max_tokens",
+        "top_n_tokens": "logprobs",
+        "decoder_input_details": "echo",
+    }
+)
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
-async def chat(call: HttpCall) -> Response | EventStream:
+def chat_names(body: Any) -> Mapping[str, str]:
+    """The names of TGI's fields in a chat: a client knows those of the two limits that it sent."""
+    newer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    limit = "max_completion_tokens" if newer else "max_tokens"
+    return {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
+
+
+async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
     """Answer a conversation."""
     site, body = call.site, call.body
     timings = Timings()
     tools = tooling.offered(body.tools, body.tool_choice)
-    grammar = tooling.forced(tools, body.tool_choice)
+    grammar = await call.beside(lambda: tooling.forced(tools, body.tool_choice))
     wanted = constraint_of(body)
     if grammar is not None and wanted is not None:
         raise invalid("grammar and tools are mutually exclusive")
@@ -60,22 +76,27 @@ async def chat(call: HttpCall) -> Response | EventStream:
     )
     adapter = site.models.adapter(body.model)
     async with site.models.using(body.model) as model:
-        prompt = await render(model, body, tools)
-        reads = prompt.parsers
-        # JSON that a grammar makes comes behind reasoning that the prompt begins, or without any
-        makes_json = grammar is not None or (wanted is not None and wanted.type in JSON_TYPES)
-        reasoning = reads.closing(prompt.text, prompt.prefix) if makes_json else None
-        answer = await _begin(
-            site,
-            model,
-            asked,
-            timings,
-            text=prompt.text,
-            rendered=True,
-            kept=reads.kept(tools=bool(tools)),
-            reasoning=reasoning,
-            adapter=adapter,
-        )
+        with site.metrics.asked() as counted:
+            # what can be refused before it is rendered
+            check(asked, site.service.limits, text=None, float8=model.float8)
+            with site.service.admission.held(asked.rows):
+                prompt = await render(call, model, tools)
+            reads = prompt.parsers
+            # JSON that a grammar makes comes behind reasoning that the prompt begins, or without
+            # any
+            makes_json = grammar is not None or (wanted is not None and wanted.type in JSON_TYPES)
+            answer = await _begin(
+                site,
+                model,
+                asked,
+                timings,
+                counted=counted,
+                text=prompt.text,
+                rendered=True,
+                kept=reads.kept(tools=bool(tools)),
+                reasoning=reads.closing(prompt.text, prompt.prefix) if makes_json else None,
+                adapter=adapter,
+            )
     reader = partial(
         reads.reader,
         tooling.schemas(tools),
@@ -95,7 +116,7 @@ async def chat(call: HttpCall) -> Response | EventStream:
     return await _respond(site, [answer], writer, body, headers=prompt.headers)
 
 
-async def completions(call: HttpCall) -> Response | EventStream:
+async def completions(call: HttpCall) -> Response | EventStream | LargeJson:
     """Continue one prompt or several."""
     site, body = call.site, call.body
     timings = Timings()
@@ -121,17 +142,17 @@ async def completions(call: HttpCall) -> Response | EventStream:
     try:
         async with site.models.using(body.model) as model:
             for prompt in prompts:
-                prompt_fields = (
+                prompt_fields: dict[str, Any] = (
                     {"text": prompt}
                     if isinstance(prompt, str)
                     else {"text": None, "tokens": prompt}
                 )
-                answers.append(
-                    await _begin(site, model, asked, timings, adapter=adapter, **prompt_fields)
-                )
-    except BaseException:
+                with site.metrics.asked() as counted:
+                    prompt_fields |= {"adapter": adapter, "counted": counted}
+                    answers.append(await _begin(site, model, asked, timings, **prompt_fields))
+    except BaseException as error:
         for answer in answers:
-            answer.__exit__(None, None, None)
+            answer.__exit__(type(error), error, None)
         raise
     writer = CompletionWriter(
         model, name=adapter or model.name, echo=bool(body.echo), logprobs=body.logprobs is not None
@@ -176,28 +197,34 @@ async def models(call: HttpCall) -> Response:
     return JSONResponse({"object": "list", "data": entries})
 
 
-async def chat_tokenize(call: HttpCall) -> Response:
+async def chat_tokenize(call: HttpCall) -> Response | LargeJson:
     """The tokens of a conversation as its template writes it."""
     site, body = call.site, call.body
-    async with site.models.using(body.model) as model:
-        prompt = await render(model, body, tooling.offered(body.tools, body.tool_choice))
-        tokens = await model.offsets(prompt.text, rendered=not body.add_special_tokens)
-        return JSONResponse(
-            {"tokenize_response": tokens, "templated_text": prompt.text}, headers=prompt.headers
+    with ExitStack() as stack:
+        stack.enter_context(site.service.admission.held(1))
+        async with site.models.using(body.model) as model:
+            tools = tooling.offered(body.tools, body.tool_choice)
+            prompt = await render(call, model, tools)
+            rendered = not body.add_special_tokens
+            table = await model.token_table(prompt.text, rendered=rendered)
+        return json_answer(
+            lambda: {"tokenize_response": iter(table), "templated_text": prompt.text},
+            items=len(table),
+            headers=prompt.headers,
+            held=stack.pop_all(),
         )
 
 
-async def invocations(call: HttpCall) -> Response | EventStream:
+async def invocations(call: HttpCall) -> Response | EventStream | LargeJson:
     """Answer SageMaker's requests, in the interface that the body belongs to."""
-    value = call.body.model_dump()
+    value: Any = call.body.model_extra
     run: Any
     kind: type[Body]
     run, kind = (chat, ChatBody) if "messages" in value else (completions, CompletionBody)
     if "messages" not in value and "prompt" not in value:
         run, kind = compat_generate, CompatBody
-    response: Response | EventStream = await run(
-        HttpCall(request=call.request, body=typed(kind, value), site=call.site)
-    )
+    body = await call.beside(lambda: typed(kind, value))
+    response: Response | EventStream | LargeJson = await run(replace(call, body=body))
     return response
 
 
@@ -218,12 +245,13 @@ class Prompt:
     headers: Mapping[str, str]
 
 
-async def render(model: ServedModel, body: ChatBody, tools: Sequence[Tool]) -> Prompt:
+async def render(call: HttpCall, model: ServedModel, tools: Sequence[Tool]) -> Prompt:
     """The prompt of a conversation.
 
     Raises:
         Refused: there is no message, one is no text, or the template refuses one.
     """
+    body = call.body
     if not body.messages:
         raise invalid("`messages` cannot be empty")
     if body.continue_final_message and body.add_generation_prompt:
@@ -231,7 +259,9 @@ async def render(model: ServedModel, body: ChatBody, tools: Sequence[Tool]) -> P
             "`continue_final_message` and `add_generation_prompt` are both true: the answer goes "
             "on with the last message, or begins a new one"
         )
-    messages = [_plain(message) for message in body.messages]
+    messages, shown = await call.beside(
+        lambda: (list(map(_plain, body.messages)), tooling.shown_to_template(tools) or None)
+    )
     continues = body.continue_final_message
     if continues is None:
         continues = body.add_generation_prompt is not True and goes_on(messages)
@@ -239,7 +269,7 @@ async def render(model: ServedModel, body: ChatBody, tools: Sequence[Tool]) -> P
         messages,
         answer=body.add_generation_prompt is not False,
         continues=continues,
-        tools=tooling.shown_to_template(tools) or None,
+        tools=shown,
         tool_prompt=body.tool_prompt,
         options=_options(body),
     )
@@ -330,14 +360,17 @@ def _prompts(body: CompletionBody) -> list[Any]:
 
 
 async def _begin(
-    site: Site, model: ServedModel, asked: Asked, timings: Timings, **prompt: Any
+    site: Site,
+    model: ServedModel,
+    asked: Asked,
+    timings: Timings,
+    *,
+    counted: CountedRequest,
+    **prompt: Any,
 ) -> Answer:
-    site.metrics.asked()
-    try:
-        return await site.service.answer(model, asked, keeps_stop=False, timings=timings, **prompt)
-    except Refused as refused:
-        site.metrics.refused(refused.kind)
-        raise
+    answer = await site.service.answer(model, asked, keeps_stop=False, timings=timings, **prompt)
+    answer.counted = counted
+    return answer
 
 
 async def _respond(
@@ -347,7 +380,7 @@ async def _respond(
     body: OpenAIBody,
     *,
     headers: Mapping[str, str] = MappingProxyType({}),
-) -> Response | EventStream:
+) -> Response | EventStream | LargeJson:
     """The response of answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
         # `_stream` ends the rows itself, but not where the client goes before it begins
@@ -356,11 +389,14 @@ async def _respond(
             held.enter_context(answer)
         events = _stream(site, answers, writer, body)
         return EventStream(events=events, headers={**headers, **answers[0].headers}, held=held)
-    async with ending(site, answers):
+    with ending(answers):
         for answer in answers:
             await answer.finish()
-    return JSONResponse(
-        writer.whole(answers, count=body.n or 1), headers={**headers, **answers[0].headers}
+    items = sum(answer.size for answer in answers)
+    return json_answer(
+        lambda: writer.whole(answers, count=body.n or 1),
+        items=items,
+        headers={**headers, **answers[0].headers},
     )
 
 
@@ -369,33 +405,36 @@ async def _stream(
 ) -> AsyncGenerator[str, None]:
     """Yield the events of submitted answers, their usage if the request wants it, then [DONE]."""
     try:
-        async with ending(site, answers):
+        with ending(answers):
             for index in range(sum(len(answer.rows) for answer in answers)):
                 for event in writer.begin(index):
                     yield event
             async for index, answer, piece in merged(answers):
-                for event in writer.token(index, answer, piece):
+                if piece.index == 0 and answer.size > FEW:  # it may begin with the whole prompt
+                    write = partial(writer.token, index, answer, piece)
+                    events = await site.models.workers.large(write)
+                else:
+                    events = writer.token(index, answer, piece)
+                for event in events:
                     yield event
         if body.stream_options is not None and body.stream_options.include_usage:
             yield writer.event([], usage=usage(answers))
     except Refused as refused:
-        yield json.dumps(refused.openai_body(), ensure_ascii=False)
+        names = chat_names(body) if isinstance(body, ChatBody) else COMPLETION_NAMES
+        yield json.dumps(refused.openai_body(names), ensure_ascii=False)
     yield DONE
 
 
-@asynccontextmanager
-async def ending(site: Site, answers: Sequence[Answer]) -> AsyncIterator[None]:
+@contextmanager
+def ending(answers: Sequence[Answer]) -> Iterator[None]:
     """End the rows of answers with the block, and count their outcome."""
-    try:
-        with ExitStack() as stack:
-            for answer in answers:
-                stack.enter_context(answer)
-            yield
-    except Refused as refused:
-        site.metrics.refused(refused.kind)
-        raise
-    for answer in answers:
-        site.metrics.answered(answer)
+    with ExitStack() as stack:
+        for answer in answers:
+            stack.enter_context(answer)
+        yield
+        for answer in answers:
+            if answer.counted is not None:
+                answer.counted.answered(answer)
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Answer, AnswerPiece]]:
@@ -456,6 +495,7 @@ ENDPOINTS = (
         tag=_TAG,
         answer=_CHAT_ANSWER,
         openai=True,
+        names=chat_names,
         summary="Answer a conversation; events where `stream` is true.",
     ),
     Endpoint(
@@ -466,6 +506,7 @@ ENDPOINTS = (
         tag=_TAG,
         answer=_TEXT_ANSWER,
         openai=True,
+        names=lambda body: COMPLETION_NAMES,
         summary="Continue prompts; events where `stream` is true.",
     ),
     Endpoint(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from quantflow.runtime.batching import FinishReason, PromptToken, TokenLogprob
 from quantflow.server.generation import Answer, AnswerPiece, Continuation
+from quantflow.server.json_text import pieces
 from quantflow.server.models import ServedModel
 from quantflow.server.parsers import Reader
 from quantflow.server.parsers.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
@@ -65,10 +66,11 @@ class Head:
         numbered = [{"index": index, **choice} for index, choice in enumerate(choices)]
         return {"object": self._whole, **self._head, "choices": numbered, "usage": usage(answers)}
 
-    def event(self, choices: list[dict[str, Any]], usage: Any) -> str:
-        """An event of a stream."""
-        more = {} if usage is None else {"usage": usage}
-        return f"{self._event}, {_encode({'choices': choices, **more}).removeprefix('{')}"
+    def event(self, choices: list[dict[str, Any]], usage: Any, *, long: bool = False) -> str:
+        """An event of a stream; a long one is written in steps that let other threads run."""
+        value = {"choices": choices} | ({} if usage is None else {"usage": usage})
+        text = "".join(pieces(value)) if long else _encode(value)
+        return f"{self._event}, {text.removeprefix('{')}"
 
 
 @dataclass(kw_only=True)
@@ -251,12 +253,10 @@ class CompletionWriter:
             if self._logprobs
             else None
         )
+        reason = _REASONS[piece.finish] if piece.finish else None
         choice = {"index": index, "text": before + piece.shown, "logprobs": logprobs}
-        return [
-            self.event(
-                [{**choice, "finish_reason": _REASONS[piece.finish] if piece.finish else None}]
-            )
-        ]
+        choices = [{**choice, "finish_reason": reason}]
+        return [self._head.event(choices, None, long=piece.index == 0 and bool(answer.prefill))]
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
         """One event."""

@@ -11,8 +11,10 @@ from quantflow.server.http import Endpoint, HttpCall
 from quantflow.server.site import Site
 from quantflow.server.tgi import health
 
+# default-src stands in for none of the last three
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 _MODULES = ("app.js", "api.js", "store.js", "turns.js", "markdown.js", "marked.js")
 _TYPES = {"index.html": "text/html", "style.css": "text/css"}
@@ -56,6 +58,7 @@ def _file(name: str) -> Response:
     headers = {
         "content-security-policy": f"{POLICY}; {_NO_HTML}",
         "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",  # frame-ancestors, for older browsers
         "cache-control": "no-cache",
     }
     return Response(content, media_type=_TYPES[name], headers=headers)

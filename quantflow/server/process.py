@@ -6,6 +6,7 @@ ends the process with an error.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import h11
 import torch
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,14 +25,17 @@ from quantflow.errors import EngineError, QuantflowError, ResourceError
 from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchRequest
 from quantflow.runtime.generate_job import Lookup
-from quantflow.server.app import application
+from quantflow.server.app import application, read_key
+from quantflow.server.errors import Refused
 from quantflow.server.generation import Admission, Service
+from quantflow.server.http import refusal
 from quantflow.server.metrics import Metrics
 from quantflow.server.models import Models, open_model
-from quantflow.server.settings import ServeJob
+from quantflow.server.settings import ServeJob, is_loopback
 from quantflow.server.site import Site
 
 BACKLOG = 2048  # connections that wait to be accepted
+REFUSED = {431: "headers_too_large", 501: "not_implemented"}
 DEAD_SECONDS = 2.0  # time of 503 at /health before the process ends
 
 
@@ -69,9 +74,10 @@ def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
 
     class Protocol(PatientProtocol):
         seconds = job.client_timeout
+        header_bytes = job.header_limit
 
     config = uvicorn.Config(
-        application(site),
+        application(site, tell=progress.say if job.log_requests else None),
         http=Protocol,
         ws="none",
         lifespan="off",
@@ -79,7 +85,7 @@ def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=job.header_limit,
-        timeout_keep_alive=max(5, int(job.client_timeout)),
+        timeout_keep_alive=max(1, round(job.keep_alive_seconds)),
         timeout_graceful_shutdown=max(1, round(job.drain_seconds)) if job.drain_seconds else 0,
         backlog=BACKLOG,
     )
@@ -91,7 +97,10 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
         progress.say(line)
     host, port = listening.getsockname()[:2]
     server = server_of(job, site_of(job, models), progress)
+    keep_heap()
     listening.listen(BACKLOG)  # connections from now on are answered
+    if warning := public_warning(job, host):
+        progress.say(warning)
     progress.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
     server.run(sockets=[listening])
     if models.failed is not None:
@@ -100,6 +109,16 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
         raise EngineError(
             f"the engine has failed: {cause}", "report it with --debug, and start the server again"
         )
+
+
+def keep_heap() -> None:
+    """Take all objects of the start out of garbage collection.
+
+    There are some 200,000, of torch and transformers. A collection would stop every thread for 0.1
+    s and more while it walks them, and large bodies make it collect.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class OrderlyServer(uvicorn.Server):
@@ -143,6 +162,50 @@ class OrderlyServer(uvicorn.Server):
         self._progress.say(f"{name}: running requests may end; send it again to stop at once")
 
 
+class StrictConnection(h11.Connection):
+    """A connection whose requests have a limit of their first line and headers together.
+
+    h11 limits what is incomplete, and so lets pass what comes at once. It also reads a body that
+    has a length and is chunked, as chunks. A proxy that goes by the length would see another
+    request in what follows (RFC 9112, section 6.1), so such a request is refused.
+
+    Attributes:
+        refused: the error of the request that was refused; None where none was.
+    """
+
+    def __init__(self, header_bytes: int) -> None:
+        """Begin a connection of a server."""
+        super().__init__(h11.SERVER, header_bytes)
+        self._header_bytes = header_bytes
+        self.refused: h11.RemoteProtocolError | None = None
+
+    def next_event(self) -> Any:
+        """The next event.
+
+        Raises:
+            RemoteProtocolError: what came is no request, or is beyond the limit.
+        """
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._check(event)
+        except h11.RemoteProtocolError as error:
+            self.refused = error
+            raise
+        return event
+
+    def _check(self, request: h11.Request) -> None:
+        # a line has two more bytes at its end, and a header has two between name and value
+        size = len(request.method) + len(request.target) + len(b"  HTTP/1.1\r\n")
+        size += sum(len(name) + len(value) + 4 for name, value in request.headers)
+        if size > self._header_bytes:
+            cause = f"Headers are {size} bytes, {self._header_bytes} are allowed."
+            raise h11.RemoteProtocolError(cause, error_status_hint=431)
+        names = [name for name, _ in request.headers]
+        if b"content-length" in names and b"transfer-encoding" in names:
+            raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding.")
+
+
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 with limits for slow clients.
 
@@ -152,10 +215,12 @@ class PatientProtocol(H11Protocol):
     """
 
     seconds = 30.0
+    header_bytes = 65_536
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
         super().connection_made(transport)
+        self.conn: StrictConnection = StrictConnection(self.header_bytes)
         self._untaken = 0  # bytes that the client had not taken at the last check
         self._begun = False  # whether a further request had begun to come in at the last check
         self._next_look = self.loop.call_later(self.seconds, self._look)
@@ -164,6 +229,20 @@ class PatientProtocol(H11Protocol):
         """Stop waiting."""
         self._next_look.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, in the form of other refusals, and close the connection."""
+        error = self.conn.refused
+        kind = (
+            "bad_request" if error is None else REFUSED.get(error.error_status_hint, "bad_request")
+        )
+        text = f"{msg} {error}" if error is not None else msg
+        response = refusal(Refused(kind, text), openai=False)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        event = h11.Response(status_code=response.status_code, headers=headers)
+        for part in (event, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part))
+        self.transport.close()
 
     def _look(self) -> None:
         before, self._untaken = self._untaken, self.transport.get_write_buffer_size()
@@ -217,6 +296,21 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     return lines
 
 
+def public_warning(job: ServeJob, host: str) -> str | None:
+    """The line that warns of a server that anybody may use; None where nobody else can.
+
+    Args:
+        job: settings of the server.
+        host: address that is bound.
+    """
+    if is_loopback(host) or read_key(job) is not None:
+        return None
+    where = (
+        "every network of this machine" if host in ("0.0.0.0", "::") else f"whoever reaches {host}"
+    )
+    return f"warning: no key is asked for, and {where} may use this server; set API_KEY"
+
+
 def _origin(job: ServeJob, name: str, *, follows: bool) -> str:
     """The origin of a limit's value: an option, a variable, the default, or model and memory.
 
@@ -236,13 +330,14 @@ def bound(job: ServeJob) -> socket.socket:
     headers, and a token until it has acknowledged the one before: 40 ms.
 
     Raises:
-        ResourceError: the port is taken.
+        ResourceError: the port is taken, or the host has no address.
     """
-    family = socket.AF_INET6 if ":" in job.host else socket.AF_INET
+    address = job.address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((job.host, job.port))
+        listening.bind((address, job.port))
     except OSError as error:
         listening.close()
         cause = f"{job.host}:{job.port}: {error.strerror or error}"

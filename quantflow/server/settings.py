@@ -7,13 +7,15 @@ MAX_INPUT_TOKENS is `--max-input-tokens`. HOSTNAME is not read: containers set i
 
 import dataclasses
 import functools
+import ipaddress
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantflow.errors import UsageError
+from quantflow.errors import ResourceError, UsageError
 from quantflow.files.origin import origin_of
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.planning.recipe import parse_size
@@ -36,7 +38,6 @@ from quantflow.settings import check_numbers, device_flag, setting
 
 SERVE = ("serve",)
 ENGINES = ("quantflow", "vllm")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _for_serve = functools.partial(setting, verbs=SERVE)
 
 
@@ -226,7 +227,11 @@ class ServeJob:
         help="Largest body of a request.",
     )
     header_limit: int = _for_serve(
-        65_536, "--header-limit", metavar="BYTES", shown=True, help="Largest headers of a request."
+        65_536,
+        "--header-limit",
+        metavar="BYTES",
+        shown=True,
+        help="Largest first line and headers of a request, together.",
     )
     client_timeout: float = _for_serve(
         30.0,
@@ -235,12 +240,25 @@ class ServeJob:
         shown=True,
         help="Time of a client to send headers or a body, or to take a piece of the answer.",
     )
+    keep_alive_seconds: float = _for_serve(
+        90.0,
+        "--keep-alive-seconds",
+        metavar="SECONDS",
+        shown=True,
+        help="Time of a connection between two requests; longer than that of a proxy before the "
+        "server, so that the proxy is the one that closes it.",
+    )
     drain_seconds: float = _for_serve(
         30.0,
         "--drain-seconds",
         metavar="SECONDS",
         shown=True,
         help="Time of running requests to end after SIGTERM.",
+    )
+    log_requests: bool = _for_serve(
+        False,
+        "--log-requests",
+        help="Print a line for each request: its id, path, status, seconds and tokens.",
     )
     disable_grammar_support: bool = _for_serve(
         False,
@@ -364,7 +382,7 @@ class ServeJob:
                 "api_key is empty: it would be a key that everybody has",
                 "give a key, or leave it out",
             )
-        for name in ("payload_limit", "header_limit", "client_timeout"):
+        for name in ("payload_limit", "header_limit", "client_timeout", "keep_alive_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}={getattr(self, name)}", "use a positive number")
         if self.model_memory is not None:
@@ -402,6 +420,15 @@ class ServeJob:
         return int(available_bytes() * _share(self.kv_memory))
 
     @property
+    def address(self) -> str:
+        """The numeric address of `host`, such as 127.0.0.1 for 127.1.
+
+        Raises:
+            ResourceError: the name has no address.
+        """
+        return address_of(self.host)
+
+    @property
     def adapter_folders(self) -> dict[str, str]:
         """Folders of `adapters` by name."""
         return {name: folder for name, _, folder in (pair.partition("=") for pair in self.adapters)}
@@ -416,6 +443,36 @@ class ServeJob:
         from quantflow.server import serve
 
         serve(self, progress=progress)
+
+
+def address_of(host: str) -> str:
+    """The numeric address of a host, an IPv4 address where it has both kinds; 0.0.0.0 of none.
+
+    Raises:
+        ResourceError: the name has no address.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ResourceError(
+            f"host {host!r}: {getattr(error, 'strerror', None) or error}",
+            "give an address of this machine, such as 127.0.0.1, or 0.0.0.0 for every network",
+        ) from error
+    order = {socket.AF_INET: 0, socket.AF_INET6: 1}
+    *_, place = min(found, key=lambda one: order.get(one[0], 2))
+    return str(place[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a text is an address of this machine alone, however it is spelled; names are none."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return (mapped or found).is_loopback
 
 
 def _share(text: str) -> float:

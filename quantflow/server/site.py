@@ -10,10 +10,10 @@ from typing import Any
 
 from quantflow import __version__
 from quantflow.plain_text import plain
-from quantflow.server.errors import Refused
 from quantflow.server.generation import Answer, Service
 from quantflow.server.metrics import Metrics
 from quantflow.server.models import Models
+from quantflow.server.request_log import current_request
 from quantflow.server.settings import ServeJob
 
 
@@ -45,14 +45,12 @@ class Site:
         Raises:
             Refused: see `Service.answer` and `Answer.pieces`.
         """
-        self.metrics.asked()
-        try:
-            with await begin() as answer:
-                yield answer
-            self.metrics.answered(answer)
-        except Refused as refused:
-            self.metrics.refused(refused.kind)
-            raise
+        with self.metrics.asked() as counted:
+            answer = await begin()
+            answer.counted = counted
+        with answer:
+            yield answer
+            counted.answered(answer)
 
     def info(self) -> dict[str, Any]:
         """The content of /info, under TGI's keys."""
@@ -90,5 +88,7 @@ class Site:
 
     def log_exception(self, error: BaseException) -> None:
         """Print an unexpected error for the server's operator; no client sees it."""
-        told = "".join(traceback.format_exception(error))
+        request = current_request()
+        before = "" if request is None else f"request {request.id}:\n"
+        told = before + "".join(traceback.format_exception(error))
         print(plain(told), end="", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -10,22 +11,22 @@ from starlette.responses import JSONResponse, Response
 from quantflow.runtime.batching import TokenLogprob
 from quantflow.server.asked import asked_by
 from quantflow.server.bodies import CompatBody, GenerateBody, Parameters, VertexBody
-from quantflow.server.errors import Refused, invalid
+from quantflow.server.errors import Refused, invalid, overloaded
 from quantflow.server.events import EventStream
 from quantflow.server.generation import Answer, AnswerPiece, Continuation, Timings
-from quantflow.server.http import Endpoint, HttpCall
+from quantflow.server.http import Endpoint, HttpCall, LargeJson, json_answer
 from quantflow.server.metrics import CONTENT_TYPE
 from quantflow.server.models import ServedModel
 from quantflow.server.site import Site
-from quantflow.server.validation import Asked
+from quantflow.server.validation import Asked, require_prompt
 
 DEVICE = "cpu+quantflow"
 
 
-async def generate(call: HttpCall) -> Response:
+async def generate(call: HttpCall) -> Response | LargeJson:
     """Answer a prompt as a whole."""
-    value, headers = await _whole(call.site, call.body)
-    return JSONResponse(value, headers=headers)
+    answer = await _answered(call.site, call.body)
+    return _whole(call.site, call.body, answer)
 
 
 async def generate_stream(call: HttpCall) -> EventStream:
@@ -33,12 +34,12 @@ async def generate_stream(call: HttpCall) -> EventStream:
     return await _streamed(call.site, call.body)
 
 
-async def compat_generate(call: HttpCall) -> Response | EventStream:
+async def compat_generate(call: HttpCall) -> Response | EventStream | LargeJson:
     """Answer a prompt, as a whole in a list or token by token."""
     if call.body.stream:
         return await _streamed(call.site, call.body)
-    value, headers = await _whole(call.site, call.body)
-    return JSONResponse([value], headers=headers)
+    answer = await _answered(call.site, call.body)
+    return _whole(call.site, call.body, answer, in_list=True)
 
 
 async def vertex(call: HttpCall) -> Response:
@@ -53,25 +54,34 @@ async def vertex(call: HttpCall) -> Response:
         GenerateBody(inputs=instance.inputs, parameters=instance.parameters)
         for instance in instances
     ]
-    tasks = [asyncio.create_task(_whole(site, body)) for body in bodies]
+    tasks = [asyncio.create_task(_answered(site, body)) for body in bodies]
     try:
-        values = await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    return JSONResponse({"predictions": [value["generated_text"] for value, _ in values]})
+    texts = [
+        _full(site, body, answer.rows[answer.best()])
+        for body, answer in zip(bodies, answers, strict=True)
+    ]
+    return JSONResponse({"predictions": texts})
 
 
-async def tokenize(call: HttpCall) -> Response:
+async def tokenize(call: HttpCall) -> Response | LargeJson:
     """The tokens of a prompt with their places in the text."""
     site, body = call.site, call.body
-    async with site.models.using(body.parameters.adapter_id) as model:
-        if not getattr(model.tokenizer, "is_fast", False):
-            raise Refused("no fast tokenizer", "No fast tokenizer or tokenizer.json for this model")
-        if not body.inputs:
-            raise invalid("`inputs` cannot be empty")
-        special = body.parameters.add_special_tokens is not False
-        return JSONResponse(await model.offsets(body.inputs, rendered=not special))
+    with ExitStack() as stack:
+        stack.enter_context(site.service.admission.held(1))
+        async with site.models.using(body.parameters.adapter_id) as model:
+            if not getattr(model.tokenizer, "is_fast", False):
+                raise Refused(
+                    "no fast tokenizer", "No fast tokenizer or tokenizer.json for this model"
+                )
+            if not body.inputs:
+                raise invalid("`inputs` cannot be empty")
+            special = body.parameters.add_special_tokens is not False
+            table = await model.token_table(body.inputs, rendered=not special)
+        return json_answer(lambda: iter(table), items=len(table), held=stack.pop_all())
 
 
 async def info(call: HttpCall) -> Response:
@@ -91,8 +101,8 @@ async def metrics(call: HttpCall) -> Response:
     return Response(call.site.metrics.text(), media_type=CONTENT_TYPE)
 
 
-async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The JSON of an answer, and TGI's headers."""
+async def _answered(site: Site, body: GenerateBody) -> Answer:
+    """The answer to a prompt, with all of its tokens."""
     timings = Timings()
     parameters = body.parameters
     arguments: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
@@ -103,18 +113,36 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
         ) as answer,
     ):
         await answer.finish()
-    best = answer.best()
-    value: dict[str, Any] = {"generated_text": _full(site, body, answer.rows[best])}
+    return answer
+
+
+def _whole(
+    site: Site, body: GenerateBody, answer: Answer, *, in_list: bool = False
+) -> Response | LargeJson:
+    """The response to a prompt that was answered."""
+    best = answer.rows[answer.best()]
+
+    def make() -> Any:
+        value = _json_of(site, body, answer, best)
+        return [value] if in_list else value
+
+    return json_answer(make, items=answer.size, headers=headers_of(answer, best, body.inputs))
+
+
+def _json_of(site: Site, body: GenerateBody, answer: Answer, best: Continuation) -> dict[str, Any]:
+    """The JSON of an answer."""
+    parameters = body.parameters
+    value: dict[str, Any] = {"generated_text": _full(site, body, best)}
     if parameters.details or parameters.decoder_input_details:
-        details = _details(answer, answer.rows[best], parameters)
+        details = _details(answer, best, parameters)
         if len(answer.rows) > 1:
-            others = [row for number, row in enumerate(answer.rows) if number != best]
             details["best_of_sequences"] = [
                 {"generated_text": _full(site, body, row), **_details(answer, row, parameters)}
-                for row in others
+                for row in answer.rows
+                if row is not best
             ]
         value["details"] = details
-    return value, headers_of(answer, answer.rows[best], body.inputs)
+    return value
 
 
 async def _begin(
@@ -128,7 +156,24 @@ async def _begin(
     """
     if not site.job.token_ids:
         return await site.service.answer(model, asked, text=body.inputs, **arguments)
-    pieces = [piece.strip() for piece in body.inputs.split(",")] if body.inputs else []
+    if asked.truncate is None:
+        count = body.inputs.count(",") + 1
+        require_prompt(
+            count,
+            max_input_tokens=model.max_input_tokens,
+            max_total_tokens=model.max_total_tokens,
+        )
+    tokens = await site.models.workers.sized(lambda: _ids(body.inputs), nbytes=len(body.inputs))
+    return await site.service.answer(model, asked, text=None, tokens=tokens, **arguments)
+
+
+def _ids(text: str) -> list[int]:
+    """The token ids of `1,2,3`.
+
+    Raises:
+        Refused: of kind validation; something else stands there.
+    """
+    pieces = [piece.strip() for piece in text.split(",")] if text else []
     wrong = next(
         (
             piece
@@ -139,9 +184,7 @@ async def _begin(
     )
     if wrong is not None:
         raise invalid(f"`inputs` must be token ids with commas between them. Given: {wrong[:20]!r}")
-    return await site.service.answer(
-        model, asked, text=None, tokens=[int(piece) for piece in pieces], **arguments
-    )
+    return [int(piece) for piece in pieces]
 
 
 async def _streamed(site: Site, body: GenerateBody) -> EventStream:
@@ -149,13 +192,9 @@ async def _streamed(site: Site, body: GenerateBody) -> EventStream:
 
     An invalid request gets status 200 and an event with the error. Only a full server answers 429.
     """
-    try:
-        site.service.admission.enter(1)  # 429 before anything is sent
-        site.service.admission.leave(1)
-    except Refused as refused:
-        site.metrics.asked()
-        site.metrics.refused(refused.kind)
-        raise
+    if not site.service.admission.has_room(1):  # 429 before anything is sent
+        with site.metrics.asked():
+            raise overloaded()
     headers = {"x-compute-type": DEVICE, "x-compute-characters": str(len(body.inputs))}
     return EventStream(events=_events(site, body), headers=headers)
 

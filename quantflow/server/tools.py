@@ -43,8 +43,8 @@ def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
         tools = [tool for tool in tools if tool.function.name == name]
     elif choice != "required":
         return None
-    for tool in tools:
-        require_shallow(_schema_of(tool))
+    # all of them together, since they become one grammar
+    require_shallow(*map(_schema_of, tools))
     calls = [_call_schema(tool, f"#/$defs/{number}") for number, tool in enumerate(tools)]
     schemas = {
         str(number): _moved(_schema_of(tool), f"#/$defs/{number}")

@@ -11,7 +11,7 @@ from typing import Any
 from quantflow.runtime.generate_job import Rules, Sampling, Words
 from quantflow.runtime.generation_config import SamplingDefaults
 from quantflow.server.bodies import Grammar
-from quantflow.server.errors import invalid
+from quantflow.server.errors import invalid, too_many_prompt_tokens, too_many_tokens
 from quantflow.server.settings import Limits
 
 HIGHEST_TEMPERATURE = 1e4  # beyond it every token is equally likely in float32 anyway
@@ -81,6 +81,11 @@ class Asked:
     streams: bool = False
     prefill: bool = False
     echoes: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of continuations that are generated."""
+        return max(self.best_of or 1, self.choices or 1)
 
     @property
     def samples(self) -> bool:
@@ -219,7 +224,8 @@ def check_truncate(asked: Asked, *, max_input_tokens: int) -> None:
     fits = given is None or 0 < given <= max_input_tokens
     _require(
         fits,
-        f"`truncate` must be strictly positive and less than {max_input_tokens}. Given: {given}",
+        f"`truncate` must be strictly positive and less than {max_input_tokens + 1}. "
+        f"Given: {given}",
     )
 
 
@@ -238,18 +244,24 @@ def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_to
     _require(prompt > 0, "`inputs` cannot be empty")
     new = asked.max_new_tokens
     if new is not None and prompt + new > max_total_tokens:
-        cause = f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}"
-        raise invalid(f"{cause}. Given: {prompt} `inputs` tokens and {new} `max_new_tokens`")
-    _require(
-        prompt <= max_input_tokens,
-        f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}",
-    )
+        raise too_many_tokens(prompt=prompt, new=new, total=max_total_tokens)
+    require_prompt(prompt, max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens)
     new = max_total_tokens - prompt if new is None else new
     _require(
         asked.min_tokens <= new,
         f"`min_tokens` must be <= `max_new_tokens`. Given: {asked.min_tokens} and {new}",
     )
     return new
+
+
+def require_prompt(prompt: int, *, max_input_tokens: int, max_total_tokens: int) -> None:
+    """Refuse a prompt of too many tokens.
+
+    Raises:
+        Refused: of kind validation.
+    """
+    if prompt > max_input_tokens:
+        raise too_many_prompt_tokens(given=prompt, most=max_input_tokens, total=max_total_tokens)
 
 
 def _check_best_of(asked: Asked, limits: Limits) -> None:

@@ -55,6 +55,36 @@ def test_a_reader_that_has_enough_is_no_failure():
     assert (code, err) == (0, "") and out.strip() in ("{", "[")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_on_stderr_is_out_before_the_process_ends(unbuffered):
+    """Containers set PYTHONUNBUFFERED; a killed process must not take its tracebacks with it."""
+    code = (
+        "import os, sys, warnings; from quantflow.reporting.streams import guard; guard();"
+        "print('said', file=sys.stderr); warnings.warn('warned');"
+        "print('x', end='', flush=True); os._exit(9)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        check=False,
+    )
+    assert found.returncode == 9 and found.stdout == b"x"
+    assert b"said\n" in found.stderr and b"warned" in found.stderr
+
+
+def test_without_a_buffer_a_part_of_a_line_is_out_at_once():
+    code = (
+        "import os, sys; from quantflow.reporting.streams import guard; guard();"
+        "sys.stdout.write('part'); sys.stderr.write('part'); os._exit(0)"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=False
+    )
+    assert (found.stdout, found.stderr) == (b"part", b"part")
+
+
 @pytest.mark.slow
 def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
     wide, narrow = (

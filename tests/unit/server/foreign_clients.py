@@ -1,6 +1,6 @@
 """Foreign clients against a running server; the Python of an environment that has them runs this.
 
-    python foreign_clients.py {hub,text-generation,langchain} URL
+    python foreign_clients.py {hub,text-generation,langchain,litellm} URL
 
 Each sends what its users send, and prints the result as JSON.
 """
@@ -104,6 +104,43 @@ def langchain(url):
     }
 
 
+def litellm(url):
+    import os
+
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import litellm
+
+    litellm.suppress_debug_info = True
+    reach = {"model": "openai/tgi", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
+    errors = []
+    for text in ("x y " * 2000, "x y " * 100_000):  # refused by its tokens, by its characters
+        for more in ({}, {"max_tokens": 3}):
+            try:
+                litellm.completion(messages=[{"role": "user", "content": text}], **reach, **more)
+            except Exception as error:
+                errors.append(type(error).__name__)
+    models = [
+        {"model_name": "small", "litellm_params": reach},
+        {"model_name": "large", "litellm_params": {**reach, "mock_response": "from the larger"}},
+    ]
+    router = litellm.Router(model_list=models, context_window_fallbacks=[{"small": ["large"]}])
+
+    def answer(text):
+        messages = [{"role": "user", "content": text}]
+        return router.completion(model="small", messages=messages, max_tokens=6, temperature=0)
+
+    return {
+        "errors": errors,
+        "fallback": answer("x y " * 2000).choices[0].message.content,
+        "short": answer("def").choices[0].message.content,
+    }
+
+
 if __name__ == "__main__":
-    run = {"hub": hub, "text-generation": text_generation, "langchain": langchain}[sys.argv[1]]
+    run = {
+        "hub": hub,
+        "text-generation": text_generation,
+        "langchain": langchain,
+        "litellm": litellm,
+    }[sys.argv[1]]
     print(json.dumps(run(sys.argv[2])))

@@ -92,6 +92,13 @@ def test_langchain(client, expected):
     assert found["called"] == ["weather"]
 
 
+def test_litellm_falls_back_where_a_prompt_is_too_long(client, expected):
+    """BerriAI/litellm#10793: fallbacks start by the words of the error."""
+    found = client("litellm")
+    assert found["errors"] == ["ContextWindowExceededError"] * 4
+    assert (found["fallback"], found["short"]) == ("from the larger", expected[3])
+
+
 def test_requests_that_schemathesis_makes_up_get_no_5xx_and_no_reset(serve):
     """About REQUESTS over all operations, in schemathesis's phases; a limit keeps answers short."""
     with serve(limits=Limits(max_total_tokens=48)) as server:

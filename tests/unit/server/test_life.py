@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from quantflow.server import process as server_process
 from quantflow.server.app import endpoints
 from quantflow.server.process import bound, opening_lines
 from quantflow.server.settings import Limits, ServeJob
@@ -108,10 +109,9 @@ def test_a_client_that_goes_away_frees_its_row(serve):
 
 def test_a_key_is_asked_of_everything_but_health_and_the_page(serve, tmp_path):
     (tmp_path / "key").write_text("secret\nnot the key\n")
-    free = {
-        ("GET", path)
-        for path in ("/health", "/ping", "/metrics", "/", "/page/style.css", "/page/app.js")
-    }
+    files = [route.path for route in endpoints() if route.path.startswith("/page/")]
+    assert {"/page/style.css", "/page/app.js"} <= set(files)
+    free = {("GET", path) for path in ("/health", "/ping", "/metrics", "/", *files)}
     with serve(api_key_file=tmp_path / "key") as server:
         for route in endpoints():
             body = (
@@ -182,13 +182,22 @@ def test_slow_clients_are_given_up(serve):
         assert server.get("/health").status == 200
 
 
-def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(serve):
+def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(serve, monkeypatch):
+    def narrow(job):
+        listening = bound(job)
+        # the system would take the whole answer from the server, however slow its client is
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        return listening
+
+    monkeypatch.setattr(server_process, "bound", narrow)
     with (
         serve(client_timeout=0.5) as server,
-        server.take_nothing("/tokenize", {"inputs": " x" * 100_000}) as client,
+        server.take_nothing("/tokenize", {"inputs": "aZ" * 20_000}) as client,
     ):
         assert client.recv(1, socket.MSG_PEEK)  # the answer has begun, and stays where it is
+        assert server.site.service.admission.rows == 1
         wait_for(lambda: not server.connections)  # though the client keeps its end
+        assert server.site.service.admission.rows == 0
 
 
 def test_headers_have_a_limit(serve):

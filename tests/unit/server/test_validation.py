@@ -120,7 +120,7 @@ def test_lengths_have_tgis_words():
     )
     with pytest.raises(Refused) as caught:
         new_tokens(Asked(max_new_tokens=1), prompt=11, **most)
-    assert caught.value.text == P + "`inputs` must have less than 10 tokens. Given: 11"
+    assert caught.value.text == P + "`inputs` must have less than 11 tokens. Given: 11"
     for wrong in (0, 11):
         with pytest.raises(Refused) as caught:
             check_truncate(Asked(truncate=wrong), max_input_tokens=10)
