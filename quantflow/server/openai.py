@@ -85,6 +85,7 @@ async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
             # JSON that a grammar makes comes behind reasoning that the prompt begins, or without
             # any
             makes_json = grammar is not None or (wanted is not None and wanted.type in JSON_TYPES)
+            reasoning = reads.closing(prompt.text, prompt.prefix) if makes_json else None
             answer = await _begin(
                 site,
                 model,
@@ -94,7 +95,7 @@ async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
                 text=prompt.text,
                 rendered=True,
                 kept=reads.kept(tools=bool(tools)),
-                reasoning=reads.closing(prompt.text, prompt.prefix) if makes_json else None,
+                reasoning=reasoning,
                 adapter=adapter,
             )
     reader = partial(

@@ -67,6 +67,7 @@ def prompts(word):
         "many values that nothing reads": filled(f'{start},"x":[', "{}", "]}"),
         "many lists that nothing reads": filled(f'{start},"x":[', "[]", "]}"),
         "many stop strings": filled('{"inputs":"a","parameters":{"stop":[', '"a"', "]}}"),
+        "many bad words": filled('{"inputs":"a","parameters":{"bad_words":[', '"a"', "]}}"),
         "a wide schema": filled(schema, "{}", "]}}}}"),
         "a wide object": entries(f"{start},", "}"),
     }

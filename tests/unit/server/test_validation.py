@@ -126,7 +126,7 @@ def test_lengths_have_tgis_words():
             check_truncate(Asked(truncate=wrong), max_input_tokens=10)
         assert (
             caught.value.text
-            == P + f"`truncate` must be strictly positive and less than 10. Given: {wrong}"
+            == P + f"`truncate` must be strictly positive and less than 11. Given: {wrong}"
         )
     check_truncate(Asked(truncate=10), max_input_tokens=10)
 
