@@ -368,7 +368,7 @@ class Service:
                 raise invalid(f"token {wrong} is not one of {vocabulary}")
             answer.prompt = ids
             masks = await self._masks(model, asked, count, reasoning)
-            answer.left_out = () if masks[0] is None else masks[0].left_out
+            answer.left_out = getattr(masks[0], "left_out", ())
             given = asked.logit_bias or {}
             bias = await model.workers.sized(
                 lambda: _bias(given, vocabulary), nbytes=ENTRY_BYTES * len(given)

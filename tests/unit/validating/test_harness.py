@@ -3,6 +3,7 @@
 import json
 import runpy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,15 @@ def test_one_model_has_one_document_and_nothing_is_written_to_the_terminal(llama
     documents = [json.dumps(asked(llama, "small_piqa", limit=2), default=str) for _ in range(2)]
     assert documents[0] == documents[1]
     assert capfd.readouterr().err == ""
+
+
+def test_an_end_token_is_no_part_of_an_answer(llama):
+    """A tokenizer need not call it special; lm-eval would compare its text with the target."""
+    loaded = load(llama, decoder="auto")
+    ends = tuple(range(loaded.decoder.vocab_size))  # whatever the model says is an end
+    options = TaskOptions(names=("small_summaries",), limit=2)
+    found = evaluate(replace(loaded, eos_token_ids=ends), options, stage="t", progress=SILENT)
+    assert [sample["resps"] for sample in found["samples"]["small_summaries"]] == [[[""]]] * 2
 
 
 def test_a_task_that_samples_is_refused(llama, own):
