@@ -36,11 +36,6 @@ SEED = 0
 PAUSE = 0.3  # seconds before a question: threads of the program asked before may still spin
 SCHEMES = ("quantflow W4A16", "quantflow W8A8")
 PEERS = ("llama.cpp Q4_0", "OpenVINO int4")
-# how long threads wait for each other before they sleep, in libgomp's words
-WAITING = {
-    "as libgomp": {"GOMP_SPINCOUNT": "300000"},  # its own default, as a process without quantflow
-    "asleep at once": {"GOMP_SPINCOUNT": "0"},
-}
 # share of the idle speed that is asked for, by neighbours per core
 LEAST = {1: 0.4, 4: 0.15}
 
@@ -170,31 +165,21 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _all(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
-    """The programs, and ours with other ways to wait, on one thread, served and in ranks."""
+    """The programs, and ours on one thread, served and in ranks."""
     only = [*SCHEMES, *PEERS]
     base = programs_of(argparse.Namespace(**{**vars(given), "only": only}), model, work)
     found = [program for program in base if program.name in only]
     ours = next(program for program in found if program.name == SCHEMES[0])
-    for name, environment in WAITING.items():
-        found.append(_other(ours, name, environment=environment))
-    found.append(_other(ours, "1 thread", threads=1))
+    alone = copy.deepcopy(ours)
+    alone.name += ", 1 thread"
+    alone.settings["threads"] = 1
+    found.append(alone)
     about = {"artifact": ours.settings["artifact"], "dtype": given.dtype, "ranks": given.threads}
     for kind, name in ((Served, "serve"), (Ranks, f"{given.threads} ranks")):
-        program: Program = kind(
-            name=f"{ours.name}, {name}", python=ours.python, script="", settings=dict(about)
+        found.append(
+            kind(name=f"{ours.name}, {name}", python=ours.python, script="", settings=dict(about))
         )
-        found += [program, _other(program, "as libgomp", environment=WAITING["as libgomp"])]
     return [program for program in found if wanted(program, given.only)]
-
-
-def _other(program: Program, name: str, *, environment: Any = None, threads: int = 0) -> Program:
-    """A program under another name, with other variables or threads."""
-    made = copy.deepcopy(program)
-    made.name = f"{program.name}, {name}"
-    made.environment |= environment or {}
-    if threads:
-        made.settings["threads"] = threads
-    return made
 
 
 def _rounds(programs: Sequence[Program], given: argparse.Namespace) -> None:
