@@ -22,6 +22,7 @@ I64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 NewTokens = Annotated[int, Field(strict=True, ge=-1, le=2**32 - 1)]  # -1: as many as fit
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+MOST_TOOLS = 1024
 # a list whose first mistake is told: no others are collected
 Many = Annotated[list[Item], Field(fail_fast=True)]
 
@@ -303,7 +304,7 @@ class ChatBody(OpenAIBody):
     logprobs: Flag | None = False
     top_logprobs: U32 | None = None
     guideline: str | None = None
-    tools: Many[InTurn[Tool]] | None = None
+    tools: Annotated[Many[InTurn[Tool]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
     parallel_tool_calls: Flag | None = None
     tool_prompt: str | None = None  # TGI's, for templates that do not know tools

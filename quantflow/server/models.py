@@ -39,7 +39,6 @@ Result = TypeVar("Result")
 LONGEST = 4096  # TGI's default limit of a request's tokens
 TEMPLATE_SECONDS = 30.0  # for a conversation to wait for others of its model and to be rendered
 TEMPLATE_CHARACTERS = 8_000_000
-MOST_WORDS = 1000  # of bad_words
 UNBOUND_CHARACTERS = 100_000  # of a text whose tokens are listed, where no bound follows
 ANY_NAME = ("tgi", "dummy", "default")  # names that clients of a single model use
 
@@ -271,12 +270,10 @@ class ServedModel:
         """The tokens of each word, at the begin of a text and within it.
 
         Raises:
-            Refused: there are too many, or the tokenizer cannot read one.
+            Refused: the tokenizer cannot read one.
         """
         if not words:
             return ()
-        if len(words) > MOST_WORDS:
-            raise invalid(f"`bad_words` supports up to {MOST_WORDS} words. Given: {len(words)}")
         try:
             found: Words = await self.workers.read(
                 lambda: word_ids(self.tokenizer, words, before=("", " ")),

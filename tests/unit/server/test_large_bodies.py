@@ -255,6 +255,15 @@ def test_a_conversation_that_is_refused_is_not_rendered(turns, monkeypatch):
     assert refused.status == 422 and "temperature" in refused.json()["error"]["message"]
 
 
+def test_a_request_has_a_limit_of_tools(turns):
+    server, _ = turns
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [USER], "max_tokens": 1, "tools": [tool] * 1025}
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status == 422 and refused.json()["error"]["param"] == "tools"
+    assert "1024" in refused.json()["error"]["message"]
+
+
 @pytest.mark.slow
 def test_the_loop_goes_on_beside_the_largest_answers(turns):
     server, measure = turns
