@@ -181,9 +181,9 @@ def turns(serve):
 
 
 def longest_block(turns, work):
-    """The longest block of the loop during some work: the shortest of up to three tries."""
+    """The longest block of the loop during some work: the shortest of up to six tries."""
     longest = []
-    for _ in range(3):
+    for _ in range(6):
         with turns() as found:
             work()
         longest.append(found.longest)
