@@ -216,6 +216,7 @@ def test_the_environment_is_read_in_these_places(path):
 # What the command line may import of the library: jobs, the records of their settings, how their
 # results are shown, files without torch, and words.
 OFFERED = {
+    "quantflow.__version__",
     "quantflow.errors",
     "quantflow.progress",
     "quantflow.units",

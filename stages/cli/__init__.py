@@ -8,7 +8,7 @@ from importlib import import_module
 
 import click
 
-from quantflow import process_memory
+from quantflow import __version__, process_memory
 from quantflow.distributed.rank import end_failed_rank
 from quantflow.reporting.streams import guard
 from quantflow.stages.cli.output import exit_code
@@ -53,7 +53,7 @@ class VerbGroup(click.Group):
     cls=VerbGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.version_option(package_name="quantflow")
+@click.version_option(__version__, prog_name="quantflow")
 def cli() -> None:
     """Turn a Hugging Face causal LM into a proven FP8, INT8 or INT4 artifact.
 

@@ -168,13 +168,13 @@ def test_a_file_that_shrank_after_it_was_opened_is_refused(folder):
 
 def test_a_dtype_without_a_torch_name_is_refused(tmp_path):
     header = json.dumps(
-        {"odd": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}
+        {"odd": {"dtype": "F8_E4M3FNUZ", "shape": [1], "data_offsets": [0, 1]}}
     ).encode()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header + b"\x01"
     )
-    with pytest.raises(UnsupportedError, match="odd: dtype F8_E8M0"):
+    with pytest.raises(UnsupportedError, match="odd: dtype F8_E4M3FNUZ"):
         read_tensors(open_checkpoint(tmp_path), ["odd"])
 
 
