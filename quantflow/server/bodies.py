@@ -22,7 +22,7 @@ I64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 NewTokens = Annotated[int, Field(strict=True, ge=-1, le=2**32 - 1)]  # -1: as many as fit
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-MOST_TOOLS = 1024
+MOST_TOOLS = 1024  # of a request, and calls of a message
 # a list whose first mistake is told: no others are collected
 Many = Annotated[list[Item], Field(fail_fast=True)]
 
@@ -224,7 +224,7 @@ class Message(Body):
     role: str
     content: str | Many[InTurn[ContentPart]] | None = None
     name: str | None = None
-    tool_calls: Many[InTurn[ToolCall]] | None = None
+    tool_calls: Annotated[Many[InTurn[ToolCall]], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`

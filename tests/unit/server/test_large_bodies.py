@@ -255,13 +255,17 @@ def test_a_conversation_that_is_refused_is_not_rendered(turns, monkeypatch):
     assert refused.status == 422 and "temperature" in refused.json()["error"]["message"]
 
 
-def test_a_request_has_a_limit_of_tools(turns):
+def test_a_request_has_a_limit_of_tools_and_a_message_of_calls(turns):
     server, _ = turns
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [USER], "max_tokens": 1, "tools": [tool] * 1025}
     refused = server.post("/v1/chat/completions", body)
     assert refused.status == 422 and refused.json()["error"]["param"] == "tools"
     assert "1024" in refused.json()["error"]["message"]
+    calls = [{"function": {"name": "f", "arguments": "{}"}}] * 1025
+    told = {"messages": [{"role": "assistant", "tool_calls": calls}, USER], "max_tokens": 1}
+    refused = server.post("/v1/chat/completions", told)
+    assert refused.status == 422 and "1024" in refused.json()["error"]["message"]
 
 
 @pytest.mark.slow
