@@ -240,8 +240,8 @@ struct job {
 
 /* A unit: one token's inputs. Its tile is found from the token alone, so that threads prepare them
  * in any order. */
-static void prepare_token(const void *told, int64_t t) {
-    const struct job *job = told;
+static void prepare_token(const void *context, int64_t t) {
+    const struct job *job = context;
     int64_t tokens = job->tokens;
     int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
     while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
@@ -252,8 +252,8 @@ static void prepare_token(const void *told, int64_t t) {
 static int64_t blocks_of_unit(int64_t tokens) { return tokens == 1 ? 4 : 2; }
 
 /* A unit: the outputs of some blocks and all tokens. */
-static void multiply_blocks(const void *told, int64_t unit) {
-    const struct job *job = told;
+static void multiply_blocks(const void *context, int64_t unit) {
+    const struct job *job = context;
     int64_t piece = blocks_of_unit(job->tokens), block = unit * piece;
     for (int64_t t = 0, size; t < job->tokens; t += size) {
         size = tile_of(job->tokens - t);

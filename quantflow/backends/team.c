@@ -41,7 +41,7 @@ static struct {
     int threads;          /* that were started: members 1 to `threads` */
     /* the loop */
     _Atomic(Unit) work;
-    _Atomic(const void *) told;
+    _Atomic(const void *) context;
     _Atomic int64_t units, piece;
     _Atomic uint32_t members;
     _Alignas(64) _Atomic uint32_t loop; /* its number; members wait for another one */
@@ -89,7 +89,7 @@ static int64_t first_of(int64_t pieces, uint32_t member, uint32_t members) {
 /* Do pieces of a loop until nobody has one to begin: a member's own first. */
 static void take_part(uint32_t loop, uint32_t own) {
     const Unit work = atomic_load_explicit(&team.work, memory_order_relaxed);
-    const void *told = atomic_load_explicit(&team.told, memory_order_relaxed);
+    const void *context = atomic_load_explicit(&team.context, memory_order_relaxed);
     const int64_t units = atomic_load_explicit(&team.units, memory_order_relaxed);
     const int64_t piece = atomic_load_explicit(&team.piece, memory_order_relaxed);
     const uint32_t members = atomic_load_explicit(&team.members, memory_order_relaxed);
@@ -105,7 +105,7 @@ static void take_part(uint32_t loop, uint32_t own) {
                 continue;
             int64_t at = first_of(pieces, member + 1, members) - (int64_t)(uint32_t)share;
             int64_t end = (at + 1) * piece < units ? (at + 1) * piece : units;
-            for (int64_t unit = at * piece; unit < end; unit++) work(told, unit);
+            for (int64_t unit = at * piece; unit < end; unit++) work(context, unit);
             if (atomic_fetch_sub(&team.open, 1) == 1 && atomic_load(&team.waits))
                 wake_all(&team.open);
             share = atomic_load_explicit(left, memory_order_acquire);
@@ -139,19 +139,19 @@ static void have(int threads) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-void team_share(Unit work, const void *told, int64_t units, int64_t piece) {
+void team_share(Unit work, const void *context, int64_t units, int64_t piece) {
     int64_t pieces = (units + piece - 1) / piece, wanted = omp_get_max_threads();
     wanted = wanted < MOST ? wanted : MOST;
     wanted = wanted < pieces ? wanted : pieces;
     if (wanted < 2 || pieces >= UINT32_MAX || pthread_mutex_trylock(&team.used)) {
-        for (int64_t unit = 0; unit < units; unit++) work(told, unit);
+        for (int64_t unit = 0; unit < units; unit++) work(context, unit);
         return;
     }
     have((int)wanted - 1);
     uint32_t members = (uint32_t)(wanted <= team.threads ? wanted : team.threads + 1);
     uint32_t loop = atomic_load(&team.loop) + 1;
     atomic_store_explicit(&team.work, work, memory_order_relaxed);
-    atomic_store_explicit(&team.told, told, memory_order_relaxed);
+    atomic_store_explicit(&team.context, context, memory_order_relaxed);
     atomic_store_explicit(&team.units, units, memory_order_relaxed);
     atomic_store_explicit(&team.piece, piece, memory_order_relaxed);
     atomic_store_explicit(&team.members, members, memory_order_relaxed);

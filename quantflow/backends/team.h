@@ -3,13 +3,13 @@
 #define QUANTFLOW_TEAM_H
 #include <stdint.h>
 
-/* Does unit `unit` of a loop; `told` is what the caller of `team_share` passed. */
-typedef void (*Unit)(const void *told, int64_t unit);
+/* Does unit `unit` of a loop; `context` is what the caller of `team_share` passed. */
+typedef void (*Unit)(const void *context, int64_t unit);
 
-/* Call `work(told, unit)` once for each unit from 0 to `units` - 1, in any order, on as many
+/* Call `work(context, unit)` once for each unit from 0 to `units` - 1, in any order, on as many
  * threads as OpenMP has for the caller (torch.set_num_threads); return when all are done. `piece`
  * neighbouring units are taken at once. A caller that finds the team at work for another, or that
  * calls from within a unit, does all units itself. */
-void team_share(Unit work, const void *told, int64_t units, int64_t piece);
+void team_share(Unit work, const void *context, int64_t units, int64_t piece);
 
 #endif

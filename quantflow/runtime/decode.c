@@ -269,8 +269,8 @@ INLINE void apply_norm(Norm norm, const float *x, float *out, int64_t width, flo
 
 /* Do the units of a loop of `size` numbers or products: on all threads where that saves more than
  * it costs. */
-static void share(Unit work, const void *told, int64_t units, int64_t size, int64_t worth) {
-    team_share(work, told, units, size > worth ? 1 : units > 0 ? units : 1);
+static void share(Unit work, const void *context, int64_t units, int64_t size, int64_t worth) {
+    team_share(work, context, units, size > worth ? 1 : units > 0 ? units : 1);
 }
 
 typedef struct {
@@ -280,8 +280,8 @@ typedef struct {
     float eps, residual;
 } AddNorm;
 
-static void add_norm_of_row(const void *told, int64_t row) {
-    const AddNorm *t = told;
+static void add_norm_of_row(const void *context, int64_t row) {
+    const AddNorm *t = context;
     float *at = t->x + row * t->width, *to = t->out + row * t->width;
     float *add = t->delta ? t->delta + row * t->width : NULL;
     const float residual = t->residual;
@@ -299,8 +299,8 @@ static void add_norm_of_row(const void *told, int64_t row) {
 void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows,
               int64_t width, float eps, int64_t centered, float residual, int64_t late) {
     CHECK(x && out && rows >= 0 && width > 0);
-    AddNorm told = {x, delta, out, after, before, width, centered, late, eps, residual};
-    share(add_norm_of_row, &told, rows, rows * width, WORTH_A_THREAD);
+    AddNorm context = {x, delta, out, after, before, width, centered, late, eps, residual};
+    share(add_norm_of_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
 
 /* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz
@@ -324,8 +324,8 @@ typedef struct {
     int64_t width, activation, gated;
 } Gate;
 
-static void gate_row(const void *told, int64_t row) {
-    const Gate *t = told;
+static void gate_row(const void *context, int64_t row) {
+    const Gate *t = context;
     const int64_t width = t->width, activation = t->activation, gated = t->gated;
     const float *g = t->in + row * (gated ? 2 : 1) * width, *u = g + (gated ? width : 0);
     float *out = t->out + row * width;
@@ -346,8 +346,8 @@ static void gate_row(const void *told, int64_t row) {
 void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation,
           int64_t gated) {
     CHECK(in && out && rows >= 0 && width > 0);
-    Gate told = {in, out, width, activation, gated};
-    share(gate_row, &told, rows, rows * width, WORTH_A_THREAD);
+    Gate context = {in, out, width, activation, gated};
+    share(gate_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
 
 /* The sum of all lanes, always in the same order. sums_of_lanes: the sums of four registers,
@@ -478,8 +478,8 @@ typedef struct {
 } Multiply;
 
 /* LANES outputs of a panel of rows. */
-static void product_of_panel(const void *told, int64_t unit) {
-    const Multiply *t = told;
+static void product_of_panel(const void *context, int64_t unit) {
+    const Multiply *t = context;
     const void *x = t->x, *weight = t->weight;
     const float *bias = t->bias;
     float *out = t->out;
@@ -530,8 +530,8 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
           (kind == FLOAT32 || kind == BFLOAT16));
     CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
     const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2;
-    Multiply told = {x, weight, bias, out, rows, in, outs, x_kind, kind, most};
-    share(product_of_panel, &told, (rows + most - 1) / most * ((outs + LANES - 1) / LANES),
+    Multiply context = {x, weight, bias, out, rows, in, outs, x_kind, kind, most};
+    share(product_of_panel, &context, (rows + most - 1) / most * ((outs + LANES - 1) / LANES),
           rows * outs * in, PRODUCTS_WORTH_A_THREAD);
 }
 
@@ -541,8 +541,8 @@ typedef struct {
     float *log_total;
 } Largest;
 
-static void argmax_logsumexp_of_row(const void *told, int64_t row) {
-    const Largest *t = told;
+static void argmax_logsumexp_of_row(const void *context, int64_t row) {
+    const Largest *t = context;
     const int64_t width = t->width;
     const float *x = t->logits + row * width;
     enum { PIECE = 64 * LANES }; /* so many terms are summed in float, their sums in double */
@@ -572,8 +572,8 @@ static void argmax_logsumexp_of_row(const void *told, int64_t row) {
 void argmax_logsumexp(const float *logits, int64_t rows, int64_t width, int64_t *best,
                       float *log_total) {
     CHECK(logits && best && log_total && rows > 0 && width > 0);
-    Largest told = {logits, width, best, log_total};
-    share(argmax_logsumexp_of_row, &told, rows, rows * width, WORTH_A_THREAD);
+    Largest context = {logits, width, best, log_total};
+    share(argmax_logsumexp_of_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
 
 static inline uint8_t to_float8(float x) {
@@ -641,8 +641,8 @@ typedef struct {
     int64_t narrow; /* whether it rounds queries and probabilities */
 } Heads;
 
-static void rope_store_column(const void *told, int64_t at) {
-    const Heads *t = told;
+static void rope_store_column(const void *context, int64_t at) {
+    const Heads *t = context;
     const Step *s = t->s;
     const Layer *l = t->l;
     const int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
@@ -693,8 +693,8 @@ static void rope_store_column(const void *told, int64_t at) {
 void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
     int64_t width = (s->query_heads + 2 * s->kv_heads) * s->head_dim, columns = s->first[s->rows];
-    Heads told = {.s = s, .l = l, .qkv = qkv};
-    share(rope_store_column, &told, columns, columns * width, WORTH_A_THREAD);
+    Heads context = {.s = s, .l = l, .qkv = qkv};
+    share(rope_store_column, &context, columns, columns * width, WORTH_A_THREAD);
 }
 
 /* A step of the online softmax of T queries. `scores` [T, BLOCK] of the columns from `begin` on
@@ -914,8 +914,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
 
 /* A unit is a tile of a kv head. The last tiles, which see most columns, come first, so that no
  * thread is left with one of them at the end. */
-static void attend_unit(const void *told, int64_t unit) {
-    const Heads *t = told;
+static void attend_unit(const void *context, int64_t unit) {
+    const Heads *t = context;
     const Step *s = t->s;
     const Layer *l = t->l;
     const float *qkv = t->qkv;
@@ -957,9 +957,9 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     int64_t seen = 0, tiles = s->tiles[s->rows];
     for (int64_t row = 0; row < s->rows; row++)
         seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
-    Heads told = {.s = s, .l = l, .qkv = (float *)qkv, .out = out,
+    Heads context = {.s = s, .l = l, .qkv = (float *)qkv, .out = out,
                   .narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16};
-    share(attend_unit, &told, tiles * s->kv_heads, seen * TILE * s->kv_heads * s->head_dim,
+    share(attend_unit, &context, tiles * s->kv_heads, seen * TILE * s->kv_heads * s->head_dim,
           PRODUCTS_WORTH_A_THREAD);
 }
 
@@ -970,8 +970,8 @@ typedef struct {
     int64_t width;
 } InOrder;
 
-static void order_row(const void *told, int64_t row) {
-    const InOrder *t = told;
+static void order_row(const void *context, int64_t row) {
+    const InOrder *t = context;
     for (int64_t i = 0; i < t->width; i++)
         t->room[row * t->width + i] = t->x[row * t->width + t->order[i]];
 }
@@ -982,8 +982,8 @@ static const float *in_order(const Product *p, const float *x, int64_t rows, flo
     if (!p->order) return x;
     int64_t width = p->weight->columns;
     for (int64_t i = 0; i < width; i++) CHECK(p->order[i] >= 0 && p->order[i] < width);
-    InOrder told = {x, p->order, room, width};
-    share(order_row, &told, rows, rows * width, WORTH_A_THREAD);
+    InOrder context = {x, p->order, room, width};
+    share(order_row, &context, rows, rows * width, WORTH_A_THREAD);
     return room;
 }
 

@@ -17,22 +17,22 @@ if not any(shutil.which(name) for name in ("gcc", "cc")):
 SOURCE = """
 #include "team.h"
 #include <stdatomic.h>
-struct told { _Atomic(int32_t) *done; _Atomic(int64_t) *sum; int64_t inner; };
-static void unit(const void *told, int64_t at) {
-    const struct told *t = told;
+struct context { _Atomic(int32_t) *done; _Atomic(int64_t) *sum; int64_t inner; };
+static void unit(const void *context, int64_t at) {
+    const struct context *t = context;
     atomic_fetch_add(&t->done[at], 1);
     atomic_fetch_add(t->sum, at);
 }
-static void outer(const void *told, int64_t at) {
-    const struct told *t = told;
-    struct told own = {t->done + at * t->inner, t->sum, 0};
+static void outer(const void *context, int64_t at) {
+    const struct context *t = context;
+    struct context own = {t->done + at * t->inner, t->sum, 0};
     team_share(unit, &own, t->inner, 1);
 }
 /* The sum of the units of `loops` loops. */
 int64_t share(void *done, int64_t units, int64_t piece, int64_t loops, int64_t inner) {
     _Atomic(int64_t) sum = 0;
-    struct told told = {done, &sum, inner};
-    for (int64_t i = 0; i < loops; i++) team_share(inner ? outer : unit, &told, units, piece);
+    struct context context = {done, &sum, inner};
+    for (int64_t i = 0; i < loops; i++) team_share(inner ? outer : unit, &context, units, piece);
     return sum;
 }
 """
