@@ -4,7 +4,7 @@ from typing import Any
 
 from quantflow.server.bodies import Asking, Grammar, OpenAIBody, Parameters, ResponseFormat
 from quantflow.server.errors import invalid
-from quantflow.server.validation import Asked
+from quantflow.server.validation import MOST_STOPS, Asked
 
 MOST_LOGPROBS = 20  # OpenAI's own limit
 
@@ -60,6 +60,7 @@ def asked_of(
         seed=None if body.seed in (None, -1) else body.seed % 2**64,
         top_n_tokens=top,
         top_n_limit=MOST_LOGPROBS,
+        stop_limit=MOST_STOPS,
         grammar=grammar,
         streams=bool(body.stream),
         prefill=prefill,

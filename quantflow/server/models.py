@@ -33,6 +33,7 @@ from quantflow.server.grammar import Grammars
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.text import Vocabulary
 from quantflow.server.threads import ServerThreads
+from quantflow.server.validation import MOST_STOPS
 
 Result = TypeVar("Result")
 
@@ -69,7 +70,7 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
         max_waiting_tokens=limits.max_waiting_tokens,
         queue_threshold_ms=limits.queue_threshold_ms,
         max_best_of=limits.max_best_of,
-        max_stop_sequences=limits.max_stop_sequences,
+        max_stop_sequences=max(limits.max_stop_sequences, MOST_STOPS),
         max_client_batch_size=limits.max_client_batch_size,
         max_batch_size=limits.max_batch_size,
     )

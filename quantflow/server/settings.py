@@ -65,7 +65,9 @@ class Limits:
         128, "--max-concurrent-requests", "Rows in the server, waiting ones too; above it: 429."
     )
     max_best_of: int = _limit(2, "--max-best-of", "Largest best_of.")
-    max_stop_sequences: int = _limit(4, "--max-stop-sequences", "Stop strings of a request.")
+    max_stop_sequences: int = _limit(
+        4, "--max-stop-sequences", "Stop strings of a request on TGI's routes."
+    )
     max_top_n_tokens: int = _limit(
         5, "--max-top-n-tokens", "Likeliest tokens in the answer per step.", least=0
     )

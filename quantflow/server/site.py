@@ -64,7 +64,7 @@ class Site:
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": limits.max_concurrent_requests,
             "max_best_of": limits.max_best_of,
-            "max_stop_sequences": limits.max_stop_sequences,
+            "max_stop_sequences": self.job.limits.max_stop_sequences,
             "max_top_n_tokens": self.job.limits.max_top_n_tokens,
             "max_input_length": limits.max_input_tokens,
             "max_input_tokens": limits.max_input_tokens,

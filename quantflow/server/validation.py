@@ -17,6 +17,7 @@ from quantflow.server.settings import Limits
 HIGHEST_TEMPERATURE = 1e4  # beyond it every token is equally likely in float32 anyway
 # every step of the engine looks at these one by one
 MOST_STOP_TOKENS, MOST_BAD_CHARACTERS = 64, 500
+MOST_STOPS = 64  # of OpenAI's routes, since editors send a dozen; TGI's have an option
 Bias = Mapping[str, float] | Sequence[tuple[int, float]]  # token -> what is added; False forbids it
 
 
@@ -42,7 +43,8 @@ class Asked:
         special: whether the tokenizer puts its special tokens around the prompt; None is the
             route's own way.
         shows_special: whether special tokens have their text in the answer.
-        top_n_limit: limit of `top_n_tokens`, where the interface has its own.
+        top_n_limit, stop_limit: limits of `top_n_tokens` and of the number of stop strings, where
+            the interface has its own.
         streams, prefill: whether the answer is streamed; whether it holds the prompt's
             log-probabilities.
         echoes: whether it begins with the prompt, also where it is streamed, and may be nothing
@@ -77,6 +79,7 @@ class Asked:
     watermark: bool = False
     top_n_tokens: int | None = None
     top_n_limit: int | None = None
+    stop_limit: int | None = None
     grammar: Grammar | None = None
     streams: bool = False
     prefill: bool = False
@@ -186,7 +189,7 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     _require(top_k is None or top_k > 0, "`top_k` must be strictly positive")
     alone = asked.echoes and not asked.streams
     _require(asked.max_new_tokens != 0 or alone, "`max_new_tokens` must be strictly positive")
-    most = limits.max_stop_sequences
+    most = limits.max_stop_sequences if asked.stop_limit is None else asked.stop_limit
     _require(
         len(asked.stop) <= most,
         f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}",
