@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from quantflow.core.device_scales import DEVICES, Target, target
-from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.errors import InputError, UsageError, nearest
 from quantflow.exporting.job import ExportJob
 from quantflow.files import stage_folder
-from quantflow.formats.gaudi import gaudi_nodes
+from quantflow.formats.gaudi import experts, gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
 from quantflow.formats.gaudi.files import (
     GaudiFiles,
@@ -67,6 +67,7 @@ class Measured:
         digest: digest of each rank's files.
         observer: observer that kept the maxima.
         cacheless: attention modules whose keys and values were not measured.
+        family: the model's type, where the ranks know it.
         fingerprints: fingerprints of the model, where the ranks know it.
     """
 
@@ -75,6 +76,7 @@ class Measured:
     digest: Any
     observer: str = "maxabs"
     cacheless: tuple[str, ...] = ()
+    family: str = ""
     fingerprints: frozenset[str] = frozenset()
 
 
@@ -122,7 +124,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
         stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             if measured.ours:
-                write_ours(folder, measured.ranks, files)
+                write_ours(folder, measured.ranks, files, family=measured.family)
             else:
                 write_theirs(
                     folder,
@@ -137,8 +139,26 @@ def run(job: ExportJob, progress: Progress) -> Path:
                 f"attention modules are left out, {measured.cacheless[0]} first: their keys and "
                 "values were not measured"
             )
+        if measured.ours:
+            _report_experts(job, measured, progress)
         _report(job, measured.ranks, goal, progress)
     return job.output
+
+
+def _report_experts(job: ExportJob, measured: Measured, progress: Progress) -> None:
+    """Report what became of a mixture's experts."""
+    counts = experts.totals(triple.nodes for triple in measured.ranks)
+    if counts and measured.family not in experts.PATCHED_FAMILIES:
+        progress.say(
+            f"export {job.output.name}: optimum-habana runs the experts of a {measured.family} in "
+            "bfloat16, so its files leave them out; vLLM's have them"
+        )
+    untold = [name for triple in measured.ranks for name in experts.untold(triple.nodes)]
+    if untold:
+        progress.say(
+            f"export {job.output.name}: {len(untold)} experts got no token, {untold[0]} first; "
+            "they have the largest maximum of their layer's"
+        )
 
 
 def _target(job: ExportJob) -> Target:
@@ -174,7 +194,6 @@ def _measured(job: ExportJob) -> Measured:
     Raises:
         UsageError: a quantized folder, or several ranks for one shared file.
         InputError: no measurement, or ranks that contradict each other.
-        UnsupportedError: a measurement of a mixture of experts.
     """
     path = job.source
     if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
@@ -195,19 +214,13 @@ def _measured(job: ExportJob) -> Measured:
     else:
         measurements = [read_measurement(folder) for folder in rank_folders(path)]
         _refuse_missing(path, measurements)
-        if "experts" in measurements[0].meta:
-            raise UnsupportedError(
-                f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names "
-                "of experts are not known here",
-                "measure with Gaudi's toolkit on the device and export its files, or make an "
-                "artifact in place of them: `quantflow quantize MODEL -o DIR --scheme FP8`",
-            )
         measured = Measured(
             ranks=tuple(
                 Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements
             ),
             ours=True,
             cacheless=gaudi_nodes.without_cache(measurements[0].statistics),
+            family=measurements[0].meta["model"]["family"],
             digest=[one.meta["digest"] for one in measurements],
             fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
         )
@@ -251,7 +264,7 @@ def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
         InputError: the measurement is another model's.
     """
     if not measured.ours:
-        refuse_other_model(job.source, _weights(measured.ranks), source)
+        refuse_other_model(job.source, _weights(measured.ranks, source), source)
     actual = fingerprint(source.checkpoint)
     for expected in measured.fingerprints - {actual}:
         raise InputError(
@@ -261,11 +274,19 @@ def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
     return actual
 
 
-def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
-    """`<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
+def _weights(ranks: Sequence[Triple], source: ModelFiles) -> dict[str, Tensor]:
+    """`<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole.
+
+    Of several ranks the lists of experts are left out: they may count those of a card.
+    """
     maxima: dict[str, Tensor] = {}
     for triple in ranks:
-        for key, value in gaudi_nodes.statistics_from(triple.nodes)[0].items():
+        nodes = {
+            name: node
+            for name, node in triple.nodes.items()
+            if len(ranks) == 1 or experts.listed(name) is None
+        }
+        for key, value in gaudi_nodes.statistics_from(nodes, known=_linears(source))[0].items():
             if key.endswith("|weight|amax"):
                 maxima[key] = torch.maximum(maxima.get(key, value), value)
     return maxima
@@ -291,7 +312,7 @@ def _reader(source: ModelFiles | None) -> Callable[[str], Tensor] | None:
 def _read(source: ModelFiles, node: str) -> Tensor:
     """The weight of a node, [O, I]; of one that vLLM runs fused, its parts one below the other."""
     parts = []
-    for name in gaudi_nodes.parts_of(node):
+    for name in gaudi_nodes.parts_of(node, known=_linears(source)):
         if f"{name}.weight" not in source.checkpoint.tensors:
             raise InputError(
                 f"{name}.weight: not in {source.checkpoint.folder}",
@@ -300,6 +321,11 @@ def _read(source: ModelFiles, node: str) -> Tensor:
         file, info = source.checkpoint.tensors[f"{name}.weight"]
         parts.append(read_tensor(source.checkpoint.folder / file, info))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _linears(source: ModelFiles) -> set[str]:
+    """Names of what has a weight."""
+    return {name.removesuffix(".weight") for name in source.checkpoint.tensors}
 
 
 def _report(job: ExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:

@@ -87,7 +87,7 @@ def measurement_from(
     triple = (
         triples[0] if len(triples) == 1 else unify_triples(triples, [sorted(triples)])[0].triple
     )
-    statistics, others = statistics_from(triple.nodes)
+    statistics, others = statistics_from(triple.nodes, known=plan.schemes)
     _refuse_more_than_maxima(plan, statistics)
     unmeasured = [
         name

@@ -57,7 +57,7 @@ def under_quant_config(
         measured = {
             parse_key(key).name
             for triple in triples
-            for key in statistics_from(read_triple(triple).nodes)[0]
+            for key in statistics_from(read_triple(triple).nodes, known=linears)[0]
         }
         ignored += sorted(set(linears) - measured - set(ignored))
     methods, said = _scale_method(entry, config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantflow.core.device_scales import Target
 from quantflow.files import disk
 from quantflow.files.canonical import readable_json
-from quantflow.formats.gaudi import gaudi_nodes
+from quantflow.formats.gaudi import experts, gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, FileName
 from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, selected
 from quantflow.formats.gaudi.quant_config import QuantConfig
@@ -59,20 +59,40 @@ class GaudiLayout:
     unmeasured: tuple[str, ...] = ()
 
 
-def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
+def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, family: str) -> None:
     """Write our measurement for optimum-habana and TGI, and for vLLM.
 
     vLLM's row-parallel linears have outputs.
+
+    Args:
+        root: the folder.
+        ranks: nodes of each rank in our names.
+        files: what is written for every runtime.
+        family: the model's type.
     """
     excluded = files.config.measure_exclude in ("OUTPUT", "ALL")
 
-    def nodes(triple: Triple, *, but: Sequence[str] = ()) -> Mapping[str, Node]:
-        return gaudi_nodes.without_outputs(triple.nodes, but=but) if excluded else triple.nodes
+    def kept(nodes: Mapping[str, Node], *, but: Sequence[str] = ()) -> Mapping[str, Node]:
+        return gaudi_nodes.without_outputs(nodes, but=but) if excluded else nodes
 
-    plain = [replace(triple, nodes=nodes(triple)) for triple in ranks]
-    _write(plain, files, _optimum_habana(root, files, (gaudi_nodes.FUSED_ATTENTION,)))
+    counts = experts.totals(triple.nodes for triple in ranks)
+    routers = (experts.ROUTERS,) if counts else ()
+    patched = family in experts.PATCHED_FAMILIES
+    plain = [
+        kept(gaudi_nodes.for_optimum_habana(triple.nodes, patched=patched, counts=counts))
+        for triple in ranks
+    ]
+    alone = (experts.LINEARS,) if counts and not patched else ()
+    _write(
+        [replace(triple, nodes=nodes) for triple, nodes in zip(ranks, plain, strict=True)],
+        files,
+        _optimum_habana(root, files, (gaudi_nodes.FUSED_ATTENTION, *routers, *alone)),
+    )
     fused = [
-        replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL)))
+        replace(
+            triple,
+            nodes=kept(gaudi_nodes.for_vllm(triple.nodes), but=gaudi_nodes.ROW_PARALLEL),
+        )
         for triple in ranks
     ]
     generation = GENERATIONS.get(files.device, files.device)
@@ -87,6 +107,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
             "softmax",
             "batch2block_matmul",
             "block2batch_matmul",
+            *routers,
         ),
     )
     _write(fused, files, layout)

@@ -10,6 +10,11 @@
 |                              |                                        | A.attn.impl.matmul_av    |
 | A (query)                    | A.matmul_qk input 0                    | A.attn.impl.matmul_qk    |
 
+Experts of mixtures are in experts.py. Attention with a compressed cache (MLA: `kv_a_proj_with_mqa`
+and `kv_b_proj`) keeps the input of `kv_b_proj` beside the rotated part of the keys, which vLLM
+calls A.mla_attn.mla_attn.impl.latent_cache_k. Its maximum is bounded by the larger of that input's
+and the keys'; its products multiply values that are never made here, so they are left out.
+
 The first input of matmul_av are probabilities. Their maximum is 1, exactly: the first token of a
 sequence attends to itself alone. The second inputs of both products get the maxima of the caches,
 so that no value is rescaled on its way out of a cache (the toolkit's postprocessing does the same).
@@ -18,21 +23,27 @@ Source: optimum-habana's modelling files and unify scripts, vllm-gaudi's attenti
 only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
+from quantflow.formats.gaudi import experts
 from quantflow.formats.gaudi.triple import Node
 from quantflow.observers.amax import AMAX
 from quantflow.observers.channel_amax import CHANNEL_AMAX
 from quantflow.observers.keys import Key, by_site
 
 LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
+MIXTURE = "VllmMixtureOfExpertsOp"
 SOFTMAX, ATTENTION, BLOCKS = "Softmax", "ModuleFusedSDPA", "B2BMatmul"
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 _PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
 ROW_PARALLEL = (
     "o_proj",
@@ -45,12 +56,15 @@ ROW_PARALLEL = (
     "w2",
 )  # their products are added up over cards
 _INSIDE_VLLM = ".attn.impl"
+_INSIDE_MLA = (".mla_attn.mla_attn.impl", ".mla_attn.impl")  # the second in older releases
+LATENT = "latent_cache_k"
+_COMPRESSES, _EXPANDS = "kv_a_proj_with_mqa", "kv_b_proj"
 _CACHES = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 FUSED_ATTENTION = "fused_scaled_dot_product_attention"
 _QUERIES_ALONE = {"query"}
 _TYPES = {
     **dict.fromkeys(_CACHES, MATMUL),
-    **dict.fromkeys(_CACHES.values(), CACHE),
+    **dict.fromkeys((*_CACHES.values(), LATENT), CACHE),
     "softmax": SOFTMAX,
     FUSED_ATTENTION: ATTENTION,
     **dict.fromkeys(("batch2block_matmul", "block2batch_matmul"), BLOCKS),
@@ -116,18 +130,32 @@ def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
     return nodes
 
 
-def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def statistics_from(
+    nodes: Mapping[str, Node], *, known: Collection[str] = ()
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """`<source name>|<site>|amax` of known nodes, and the names of the other nodes.
 
     Channels have `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts
-    the one input; the maximum of its weights belongs to none of them.
+    the one input; the maximum of its weights belongs to none of them. The inputs of experts are
+    those that their operator saw. What a compressed cache holds has no place among ours.
+
+    Args:
+        nodes: the measured nodes.
+        known: names of the model's linears, where there is one.
     """
     statistics: dict[str, Tensor] = {}
     others = []
     for node, content in sorted(nodes.items()):
         owner, _, leaf = node.rpartition(".")
         owner = owner.removesuffix(_INSIDE_VLLM)
-        if leaf in ("k_cache", "v_cache") and content.inputs:
+        operator = experts.inside_operator(node, nodes)
+        if operator is not None:
+            statistics |= _of_expert(node, content, nodes[operator], known)
+        elif experts.is_operator(content):
+            continue
+        elif leaf in _TYPES and (owner.endswith(_INSIDE_MLA) or _is_mla(owner, nodes)):
+            others.append(node)
+        elif leaf in ("k_cache", "v_cache") and content.inputs:
             statistics |= _maxima(owner, leaf, content.inputs[0])
         elif leaf == "matmul_qk" and content.inputs:
             statistics |= _maxima(owner, "query", content.inputs[0])
@@ -146,6 +174,22 @@ def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple
     return statistics, tuple(others)
 
 
+def _of_expert(name: str, node: Node, operator: Node, known: Collection[str]) -> dict[str, Tensor]:
+    """Statistics of an expert's linears from its node and that of its operator."""
+    statistics: dict[str, Tensor] = {}
+    parts, value = experts.source_names(name, known), experts.expert_inputs(name, operator)
+    for part in parts:
+        statistics |= _maxima(part, "input", value) if value is not None else {}
+    if len(parts) == 1 and node.weight is not None:
+        statistics |= _maxima(parts[0], "weight", node.weight)
+    return statistics
+
+
+def _is_mla(owner: str, nodes: Collection[str]) -> bool:
+    """Whether an attention module keeps a compressed cache."""
+    return f"{owner}.{_COMPRESSES}" in nodes and f"{owner}.{_EXPANDS}" in nodes
+
+
 def _maxima(name: str, site: str, value: Tensor) -> dict[str, Tensor]:
     maxima = {str(Key(name, site, AMAX.name)): value.max()}
     if len(value) > 1 and site == "input":
@@ -162,8 +206,9 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
     completed = dict(nodes)
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
-        cache = nodes.get(f"{owner}.{_CACHES[leaf]}") if leaf in _CACHES else None
-        if cache is None or not cache.inputs:
+        kept = LATENT if owner.endswith(_INSIDE_MLA) else _CACHES.get(leaf)
+        cache = nodes.get(f"{owner}.{kept}") if leaf in _CACHES else None
+        if cache is None or not cache.inputs or _is_mla(owner, nodes):
             continue
         if len(node.inputs) < 2:
             raise StatisticsError(
@@ -174,7 +219,7 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> dict[str, Node]:
-    """The nodes of a measurement that excludes outputs.
+    """The nodes of a measurement that excludes outputs; the operators of mixtures keep theirs.
 
     Args:
         nodes: the measured nodes.
@@ -182,9 +227,35 @@ def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> di
     """
     kept = tuple(but)
     return {
-        name: node if name.rpartition(".")[2] in kept else replace(node, outputs=())
+        name: node
+        if name.rpartition(".")[2] in kept or experts.is_operator(node)
+        else replace(node, outputs=())
         for name, node in nodes.items()
     }
+
+
+def for_optimum_habana(
+    nodes: Mapping[str, Node], *, patched: bool, counts: Mapping[str, int]
+) -> dict[str, Node]:
+    """The nodes of optimum-habana's model.
+
+    Its MLA multiplies with the weight of `kv_b_proj` without calling it, and its caches hold parts
+    that were not measured each: its own configurations leave these alone too.
+
+    Args:
+        nodes: nodes in our names.
+        patched: see `experts.for_optimum_habana`.
+        counts: see there.
+    """
+    kept = {
+        name: node
+        for name, node in nodes.items()
+        if not (
+            name.rpartition(".")[2] in (*_TYPES, _EXPANDS)
+            and _is_mla(name.rpartition(".")[0], nodes)
+        )
+    }
+    return experts.for_optimum_habana(kept, patched=patched, counts=counts)
 
 
 def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
@@ -193,9 +264,18 @@ def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
     vLLM runs q, k and v as one linear, and gate and up as another.
     """
     renamed: dict[str, Node] = {}
-    for name, node in nodes.items():
+    for name, node in experts.for_vllm(nodes).items():
         owner, _, leaf = name.rpartition(".")
-        if leaf in (*_CACHES, *_CACHES.values()):
+        mla = _is_mla(owner, nodes)
+        if leaf in _TYPES and mla:
+            if leaf == "k_cache":
+                latent = torch.maximum(node.inputs[0], nodes[f"{owner}.{_EXPANDS}"].inputs[0])
+                renamed[f"{owner}{_INSIDE_MLA[0]}.{LATENT}"] = Node(inputs=(latent,))
+        elif mla and (
+            leaf == "q_proj" or (leaf == _COMPRESSES and f"{owner}.q_a_proj" not in nodes)
+        ):
+            renamed[name] = node  # nothing to fuse it with
+        elif leaf in (*_CACHES, *_CACHES.values()):
             renamed[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
         elif leaf in _PART_OF:
             whole = f"{owner}.{_PART_OF[leaf]}"
@@ -221,16 +301,27 @@ def _larger(left: Node, right: Node) -> Node:
 
 def are_vllms(nodes: Iterable[str]) -> bool:
     """Whether names are of vLLM's model, whose files are numbered even where there is one rank."""
-    return any(_INSIDE_VLLM in node or node.rpartition(".")[2] in _FUSED for node in nodes)
+    return any(
+        _INSIDE_VLLM in node
+        or node.rpartition(".")[2] in (*_FUSED, LATENT)
+        or experts.listed(node) is not None
+        for node in nodes
+    )
 
 
-def parts_of(node: str) -> tuple[str, ...]:
+def parts_of(node: str, *, known: Collection[str] = ()) -> tuple[str, ...]:
     """Linears whose weights, one below the other, are the weight of a node.
 
-    That is the node itself unless vLLM runs it fused.
+    That is the node itself unless vLLM runs it fused, or lists it among experts.
+
+    Args:
+        node: its name.
+        known: names of the model's linears, where there is one.
     """
     owner, _, leaf = node.rpartition(".")
-    return tuple(f"{owner}.{part}" for part in _FUSED[leaf]) if leaf in _FUSED else (node,)
+    if leaf in _FUSED:
+        return tuple(f"{owner}.{part}" for part in _FUSED[leaf])
+    return experts.source_names(node, known)
 
 
 def layer_type(name: str, node: Node) -> str:
@@ -241,6 +332,8 @@ def layer_type(name: str, node: Node) -> str:
     leaf = name.rpartition(".")[2]
     if leaf in _TYPES:
         return _TYPES[leaf]
+    if experts.is_operator(node):
+        return experts.CLASSES.get(leaf, MIXTURE)
     return (
         LINEAR
         if node.weight is not None
@@ -252,9 +345,11 @@ def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
     """Maxima that the scales of a module's inputs are made of; None for an unknown module.
 
     A softmax has none. Some are of outputs: the last input of fused attention is the softmax inside
-    it, and what is multiplied by a matrix of zeros and ones holds numbers that nobody reads. Of a
-    mixture (`dynamic_moe`) the files do not say how many experts a card has.
+    it, and what is multiplied by a matrix of zeros and ones holds numbers that nobody reads. An
+    operator of a mixture has, after its input, what lies inside each expert of the card.
     """
+    if experts.is_operator(node) and name.rpartition(".")[2] not in _TYPES:
+        return (*node.inputs, *node.outputs[1:])
     kind, inputs, outputs = layer_type(name, node), node.inputs, node.outputs
     if (
         kind in (LINEAR, CACHE)
@@ -281,7 +376,10 @@ def is_row_parallel(node: str) -> bool:
     return node.rpartition(".")[2] in ROW_PARALLEL
 
 
-def unmeasured(nodes: Iterable[str]) -> tuple[str, ...]:
+def unmeasured(nodes: Collection[str]) -> tuple[str, ...]:
     """Last parts of attention's names that `nodes` lacks; the toolkit must not look for them."""
     present = {node.rpartition(".")[2] for node in nodes}
-    return tuple(leaf for leaf in (*_CACHES, *_CACHES.values()) if leaf not in present)
+    missing = [leaf for leaf in (*_CACHES, *_CACHES.values()) if leaf not in present]
+    if _COMPRESSES in present or "fused_qkv_a_proj" in present:
+        missing += [leaf for leaf in (_EXPANDS, LATENT) if leaf not in present]
+    return tuple(missing)

@@ -9,7 +9,7 @@ The scales of inputs are made of `gaudi_nodes.maxima_of_inputs`. Those of the ou
 | matmul, and with matrices of 0 and 1    | input 0's * input 1's                              |
 | cache                                   | its input's                                        |
 | softmax                                 | the output's; there are no inputs                  |
-| fused attention                         | output 0's                                         |
+| fused attention, a mixture's operator   | output 0's                                         |
 
 Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10,
 `_core/scale_methods/ops_quantizer.py`.
@@ -23,6 +23,7 @@ from torch import Tensor
 from quantflow.core.device_scales import ARITHMETICS, Target, scale_from_amax, weight_scale
 from quantflow.core.scale_rules import ScaleMethod
 from quantflow.errors import InputError, QuantflowError, StatisticsError, UsageError
+from quantflow.formats.gaudi.experts import is_operator
 from quantflow.formats.gaudi.gaudi_nodes import (
     ATTENTION,
     CACHE,
@@ -110,7 +111,7 @@ def _scales(
         return found
 
     inputs, kind = tuple(activation(value) for value in maxima), layer_type(name, node)
-    if kind in (SOFTMAX, ATTENTION):
+    if kind in (SOFTMAX, ATTENTION) or is_operator(node):
         return Node(inputs=inputs, outputs=(activation(node.outputs[0]),))
     if node.weight is None:
         return Node(inputs=inputs, outputs=(inputs[0] if kind == CACHE else product(*inputs),))
