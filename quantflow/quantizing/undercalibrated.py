@@ -155,10 +155,12 @@ def check_before(
     found = []
     for layer in graph.layers:
         tokens = routed_tokens(measurement, layer)
-        if tokens is None and policy.inputs and layer.experts:
+        # of experts that share one range the tokens of each decide nothing
+        if tokens is None and policy.inputs and layer.experts and policy.name != SHARE_MAX:
             raise StatisticsError(
                 f"{layer.block}: the measurement does not say how many tokens each expert got",
-                "measure with this version of quantflow",
+                "measure with `quantflow measure`, or give --experts share_max: all experts of a "
+                "layer then have the widest range among them",
             )
         if tokens:
             found += short_of_tokens(layer, policy, tokens, schemes=schemes, shapes=shapes)

@@ -844,3 +844,134 @@ def test_our_measurement_of_the_embedded_model_converts_there_and_the_scales_it_
     error = np.linalg.norm(logits - plain) / np.linalg.norm(plain)
     print(f"{method}: logits {error:.4f} from the model's own")
     assert error < (0.6 if method == "unit_scale" else 0.2), error
+
+
+# Modules of vLLM's mixture under the classes by which the toolkit knows them. Without a Gaudi its
+# tables lack them, and there is no kernel: what it reads, derives and quantizes is its own.
+MIXTURE = """
+import json, os, sys
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from neural_compressor.torch.algorithms.fp8_quant._core import patching_common
+from neural_compressor.torch.algorithms.fp8_quant._quant_common import helper_modules
+from neural_compressor.torch.quantization import FP8Config, convert
+
+torch.set_num_threads(1)
+for name in ("VllmMixtureOfExpertsOp", "MoeMatmul"):
+    patching_common.mod_default_dict[name] = patching_common._mod_default_dict[name]
+patching_common.mod_types["dynamic_moe"] = patching_common._mod_types["dynamic_moe"]
+kernels = helper_modules.get_quantized_func_wrapper
+helper_modules.get_quantized_func_wrapper = lambda kind, *rest, **options: (
+    None if "MOE" in kind.name else kernels(kind, *rest, **options)
+)
+
+
+class MoeMatmul(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
+
+
+class VllmMixtureOfExpertsOp(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.num_experts, self.experts_min, self.experts_max = len(experts), 0, len(experts) - 1
+        self.w13_list = nn.ModuleList(MoeMatmul(torch.cat([w1, w3])) for w1, w3, w2 in experts)
+        self.w2_list = nn.ModuleList(MoeMatmul(w2) for w1, w3, w2 in experts)
+
+    def forward(self, *_, **__):
+        raise NotImplementedError
+
+
+class Block(nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.gate = nn.Linear(4, 4, bias=False)
+        self.experts = nn.Module()
+        self.experts.moe_op = operator
+
+
+tensors = load_file(os.path.join(sys.argv[1], "model.safetensors"))
+model = nn.Module()
+model.model = nn.Module()
+model.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+for index, layer in enumerate(model.model.layers):
+    prefix = f"model.layers.{index}.block_sparse_moe.experts"
+    experts = [
+        [tensors[f"{prefix}.{number}.{leaf}.weight"] for leaf in ("w1", "w3", "w2")]
+        for number in range(4)
+    ]
+    layer.block_sparse_moe = Block(VllmMixtureOfExpertsOp(experts))
+model = convert(model, FP8Config.from_json_file(sys.argv[2]))
+found = {}
+for name, module in model.named_modules():
+    kind = type(module).__name__
+    if kind == "PatchedVllmMixtureOfExpertsOp":
+        scales = [module.scale_input, *module.scale_intermediate]
+        found[name] = np.array([float(scale) for scale in scales], dtype=np.float32)
+    elif kind == "PatchedMoeMatmul":
+        found[name] = np.array([float(module.dequant_weights.scale)], dtype=np.float32)
+    elif "gate" in name or "Unmeasured" in kind:
+        found[f"{name}: {kind}"] = np.zeros(1)
+np.savez(sys.argv[3], **found)
+"""
+
+
+@pytest.mark.parametrize("method", ["maxabs_pow2", "maxabs_arbitrary"])
+def test_a_mixtures_files_are_read_there_and_its_scales_are_ours(
+    call: Callable[..., None],
+    family_model: Callable[[str], Path],
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    method: str,
+) -> None:
+    """Every expert of vLLM's operator has its own scale; none is taken for one not measured."""
+    model = family_model("mixtral")
+    line = ("--calibration", text_files["calibration"], "--samples", "4", "--stats", "amax")
+    assert run("measure", model, "-o", tmp_path / "m", *line) == 0
+    config = tmp_path / "given.json"
+    config.write_text(json.dumps({"mode": "QUANTIZE", "scale_method": method, "use_qdq": True}))
+    options = ("--format", "inc", "--device", "cpu", "--quant-config", config)
+    assert run("export", tmp_path / "m", "-o", tmp_path / "gaudi", *options) == 0
+    vllm = tmp_path / "gaudi" / "vllm"
+    scales = {}
+    for source in ("ours", "theirs"):
+        if source == "theirs":  # it derives them from the maxima
+            for path in (vllm / "cpu").glob(f"*{method.upper()}*"):
+                path.unlink()
+        call(
+            MIXTURE,
+            model,
+            vllm / "given_cpu.json",
+            tmp_path / f"{source}.npz",
+            cwd=vllm,
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+        )
+        with np.load(tmp_path / f"{source}.npz") as archive:
+            scales[source] = {name: archive[name].tolist() for name in archive.files}
+    assert scales["ours"] == scales["theirs"]
+    routers = [name for name in scales["ours"] if ":" in name]
+    assert routers == [f"model.layers.{n}.block_sparse_moe.gate: Linear" for n in range(2)]
+    nodes = read_triple(find_triples(vllm / "cpu")[0]).nodes
+    operators = [name for name in scales["ours"] if name.endswith("moe_op")]
+    assert len(operators) == 2 and len(scales["ours"]) == 2 * (1 + 1 + 2 * 4)
+    goal = target("cpu")
+    for name, found in scales["ours"].items():
+        if name in routers:
+            continue
+        rule = SCALE_METHODS[method]
+        node = nodes[name]
+        assert node.weight is not None or name in operators
+        maxima, of = (
+            ((*node.inputs, *node.outputs[1:]), rule.activation)
+            if node.weight is None
+            else ((node.weight,), rule.weight)
+        )
+        expected = [
+            scale_from_amax(value.max(), of, target=goal, arithmetic="BF16").item()
+            for value in maxima
+        ]
+        assert found == expected

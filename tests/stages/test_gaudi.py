@@ -6,6 +6,7 @@ A measurement becomes its files, its files become an artifact, ranks are merged.
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -347,10 +348,13 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
     (files,) = find_triples(exported / "hqt_output").values()
     triple, one = read_triple(files), torch.ones(1, 1)
     strange = {
-        "model.layers.0.mlp.moe_op": Node(inputs=(one,), outputs=(one,) * 5),
+        "model.layers.0.another": Node(inputs=(one,), outputs=(one,)),
         "model.layers.0.other": Node(inputs=()),
     }
-    softmax = {"model.layers.0.self_attn.softmax": Node(inputs=(one * 300,), outputs=(one,))}
+    softmax = {
+        "model.layers.0.self_attn.softmax": Node(inputs=(one * 300,), outputs=(one,)),
+        "model.layers.0.mlp.moe_op": Node(inputs=(one,), outputs=(one,) * 5),
+    }
     (tmp_path / "theirs").mkdir()
     write_triple(
         tmp_path / "theirs",
@@ -372,7 +376,7 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
     )
     said = (
         "scales of 2 nodes are left to the toolkit, which knows what they are: "
-        "model.layers.0.mlp.moe_op, model.layers.0.other"
+        "model.layers.0.another, model.layers.0.other"
     )
     assert said in capsys.readouterr().err
     (scales,) = find_triples(tmp_path / "f" / "hqt_output", method="MAXABS_HW").values()
@@ -381,16 +385,52 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
     assert found["model.layers.0.self_attn.softmax"].inputs == ()
 
 
-def test_a_mixture_is_refused_with_what_its_user_can_do(
-    tmp_path, family_model, text_files, refused
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory, family_model, text_files) -> Path:
+    """The measurement of a Mixtral."""
+    folder = tmp_path_factory.mktemp("mixture") / "m"
+    line = ("--calibration", text_files["calibration"], "--samples", "4", "--stats", "amax")
+    assert run("measure", family_model("mixtral"), "-o", folder, *line) == 0
+    return folder
+
+
+def test_a_mixture_has_the_operators_of_both_runtimes_and_comes_back(
+    tmp_path, family_model, mixture, capsys
 ):
-    model = family_model("mixtral")
-    line = ("--calibration", text_files["calibration"], "--samples", "2", "--stats", "amax")
-    assert run("measure", model, "-o", tmp_path / "m", *line) == 0
-    inc = ("--format", "inc", "--device", "gaudi2")
-    told = refused(6, "export", tmp_path / "m", "-o", tmp_path / "a", *inc)
-    assert "measured on a mixtral, Gaudi's names of experts are not known here" in told
-    assert "make an artifact in place of them: `quantflow quantize MODEL -o DIR" in told
+    inc = ("--format", "inc", "--device", "gaudi2", "--model", family_model("mixtral"))
+    assert run("export", mixture, "-o", tmp_path / "g", *inc) == 0
+    statistics = read_measurement(mixture / "rank-000-of-001").statistics
+    block = "model.layers.1.block_sparse_moe"
+    inside = [statistics[f"{block}.experts.{number}.w2|input|amax"].item() for number in range(4)]
+    seen = max(statistics[f"{block}.experts.{number}.w1|input|amax"].item() for number in range(4))
+    habana = nodes_of(tmp_path / "g" / "hqt_output")
+    vllm = nodes_of(tmp_path / "g" / "vllm" / "g2")
+    for node in (
+        habana[block],
+        vllm[f"{block}.experts.moe_op"],
+        vllm[f"{block}.experts.routed_experts.moe_op"],
+    ):
+        assert node.inputs[0].item() == seen
+        assert [value.item() for value in node.outputs[1:]] == inside
+    for config in ("quantization_config/maxabs_quant.json", "vllm/maxabs_quant_g2.json"):
+        names = json.loads((tmp_path / "g" / config).read_text())["blocklist"]["names"]
+        assert any(re.search(name, f"{block}.gate") for name in names)
+        assert not any(re.search(name, f"{block}.experts.0.w1") for name in names)
+    # both make the artifact that the measurement makes
+    made = {}
+    for name in ("hqt_output/measure", "vllm/g2/inc_output"):
+        taken = ("--scheme", "FP8", "--measurement", tmp_path / "g" / name)
+        goal = tmp_path / name.partition("/")[0]
+        capsys.readouterr()
+        assert run("quantize", family_model("mixtral"), "-o", goal, *taken) == 3
+        assert "--experts share_max: all experts of a layer" in capsys.readouterr().err
+        options = ("--experts", "share_max")
+        assert run("quantize", family_model("mixtral"), "-o", goal, *taken, *options) == 0
+        made[name] = load_file(goal / "layers" / "00001.safetensors")
+    first, second = made.values()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    shared = [float(first[f"{block}.experts.{number}.w2.input_scale"]) for number in range(4)]
+    assert shared == [shared[0]] * 4 and shared[0] == pytest.approx(max(inside) / 448)
 
 
 def test_linears_of_attention_without_a_measured_cache_are_exported_and_it_is_said(

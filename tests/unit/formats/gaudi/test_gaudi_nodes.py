@@ -230,7 +230,6 @@ def test_what_attention_is_made_of_has_the_scales_of_its_kind(name):
     [
         Node(inputs=()),
         Node(inputs=(), weight=cell(1)),
-        Node(inputs=(cell(5),), outputs=tuple(cell(value) for value in range(1, 6))),  # a mixture
         Node(inputs=(cell(5),), outputs=(cell(1),)),  # a cache, or a softmax
         Node(inputs=(cell(5), cell(6)), outputs=(cell(1),)),  # a product of either kind
     ],
@@ -238,7 +237,7 @@ def test_what_attention_is_made_of_has_the_scales_of_its_kind(name):
 def test_a_node_of_which_the_files_do_not_say_what_it_is_has_no_scales(node):
     nodes = {
         "lm_head": Node(inputs=(cell(60),), weight=cell(120)),
-        "model.layers.0.mlp.experts.moe_op": node,
+        "model.layers.0.mlp.other": node,
     }
     assert set(
         scales_from(nodes, method_config("maxabs_hw"), target=target("gaudi2"), arithmetic="BF16")
