@@ -11,7 +11,7 @@ names of a layer's parts, and in `decoder` how its layers differ from Llama's.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ from quantflow.models.family import (
     FamilyRow,
     Mixture,
     PartNames,
+    RouterScores,
+    SparseLayers,
     Windows,
 )
 from quantflow.models.rope import Rope
@@ -65,7 +67,6 @@ NEUTRAL = frozenset(
         "resid_pdrop",
         "embd_pdrop",
         "router_aux_loss_coef",
-        "router_jitter_noise",
         "pretraining_tp",
         # the tensors say it: a bias is added where there is one, and shapes are checked
         "intermediate_size",
@@ -117,6 +118,8 @@ class Form:
     Attributes:
         activation: activation of the MLP, one of ACTIVATIONS.
         gated: the MLP is activation(gate) * up, else activation(up).
+        alpha, limit: numbers of clamped_swiglu, gate * sigmoid(alpha gate) * (up + 1), with gate at
+            most `limit` and up between -limit and limit.
         parallel: the MLP reads the hidden state that attention reads, not the one that attention
             was added to.
         centered: norms subtract the mean first (LayerNorm).
@@ -125,6 +128,8 @@ class Form:
 
     activation: str = "silu"
     gated: bool = True
+    alpha: float = 1.0
+    limit: float = math.inf
     parallel: bool = False
     centered: bool = False
     residual: float = 1.0
@@ -138,11 +143,23 @@ class Routing:
         experts: number of experts.
         chosen: number of experts that a token goes to.
         normalized: the weights of a token's experts are divided by their sum.
+        least: the least that they are divided by.
+        factor: factor of the weights.
+        scores: how the router's logits become scores.
+        near: share of a logit by which others may be less and count (RouterScores.SPARSE_MIXER).
+        groups, chosen_groups: number of groups that experts lie in, and of those that a token's
+            experts may be chosen from.
     """
 
     experts: int
     chosen: int
     normalized: bool
+    least: float = 0.0
+    factor: float = 1.0
+    scores: RouterScores = RouterScores.SOFTMAX
+    near: float = 0.0
+    groups: int = 1
+    chosen_groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +178,7 @@ class Blueprint:
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
+        rotary_pairs: neighbouring features of a head are rotated together.
         unit_offset: norms multiply by 1 + their weight.
         embedding_scale: factor of a token's embedding.
         logits_scale: factor of the logits.
@@ -180,6 +198,7 @@ class Blueprint:
     mixture: Mixture | None = None
     routing: Routing | None = None
     by_head: bool = False
+    rotary_pairs: bool = False
     unit_offset: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -231,6 +250,14 @@ class Keys:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UnsupportedDesign(f"{key} of config.json is {value!r}, no positive integer")
         return value
+
+    def product(self, names: Sequence[str]) -> int:
+        """The product of integers that are not negative."""
+        values = [self.get(name) for name in names]
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UnsupportedDesign(f"{name} of config.json is {value!r}, no integer from 0 on")
+        return math.prod(values)
 
     def flag(self, value: bool | str) -> bool:
         """A fact of the family, or the truth of the key that it names."""
@@ -313,6 +340,11 @@ def _layers_without_rope(keys: Keys, layers: int) -> list[int]:
     return _by_layer_type(keys, layers, window, default)
 
 
+def _every_other(keys: Keys, layers: int) -> list[int]:
+    default = [_FULL if index % 2 else _SLIDING for index in range(layers)]
+    return _by_layer_type(keys, layers, _window(keys), default)
+
+
 def _layers_with_rope(keys: Keys, layers: int) -> list[bool]:
     """For each layer, whether it has a rotary embedding (SmolLM3)."""
     # the key is 1 where there is one, whatever its name suggests
@@ -332,6 +364,7 @@ _WINDOWS: Mapping[Windows, Callable[[Keys, int], list[int]]] = MappingProxyType(
         Windows.EVEN_OF_FIRST_N: _even_of_first_n,
         Windows.ALL_BUT_EVERY_NTH: _all_but_every_nth,
         Windows.LAYERS_WITHOUT_ROPE: _layers_without_rope,
+        Windows.EVERY_OTHER: _every_other,
     }
 )
 
@@ -372,7 +405,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     keys.read |= {flag[0] for flag in biases if isinstance(flag, tuple)}
     layers, hidden_size = keys.count("num_hidden_layers"), keys.count("hidden_size")
     num_heads, num_kv_heads, head_dim = _heads(row, keys, hidden_size)
-    activation = _activation(design, keys)
+    form = _form(row, design, keys)
     scale = head_dim**-0.5
     if design.query_pre_attn_scalar:
         scale = keys.number("query_pre_attn_scalar") ** -0.5
@@ -390,8 +423,13 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     if keys.get("max_position_embeddings") is not None:
         positions = keys.count("max_position_embeddings")
     sparse, routing = _routing(row, design, keys, layers)
+    names, mixture = row.names, row.mixture if routing is not None else None
+    if design.qk_norm_key is not None and not keys.get(design.qk_norm_key):
+        names = replace(names, q_norm=None, k_norm=None)
+    if mixture is not None and any(keys.get(key) == 0 for key in design.shared_size_keys):
+        mixture = replace(mixture, shared=())
     return Blueprint(
-        names=row.names,
+        names=names,
         layers=layers,
         vocab_size=keys.count("vocab_size"),
         positions=positions,
@@ -404,20 +442,15 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
             whole_norms=design.whole_qk_norms,
         ),
-        form=Form(
-            activation=activation,
-            gated=row.gated,
-            parallel=keys.flag(design.parallel_residual),
-            centered=row.centered,
-            residual=residual_scale,
-        ),
+        form=replace(form, residual=residual_scale),
         windows=tuple(windows),
         ropes=ropes,
         rope_of_layer=rope_of_layer,
         sparse=sparse,
-        mixture=row.mixture if any(sparse) else None,
+        mixture=mixture,
         routing=routing,
         by_head=row.by_head,
+        rotary_pairs=design.rotary_pairs,
         unit_offset=row.unit_offset,
         embedding_scale=embedding_scale,
         logits_scale=logits_scale,
@@ -441,13 +474,19 @@ def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]
     return num_heads, num_kv_heads, head_dim
 
 
-def _activation(design: DecoderDesign, keys: Keys) -> str:
-    """The activation of decode.c that a configuration means."""
+def _form(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Form:
+    """What a configuration says of all layers, but for the factor of what they add."""
+    form = Form(
+        gated=row.gated, parallel=keys.flag(design.parallel_residual), centered=row.centered
+    )
+    if design.clamped_swiglu:
+        alpha, limit = keys.number("swiglu_alpha"), keys.cap("swiglu_limit")
+        return replace(form, activation="clamped_swiglu", alpha=alpha, limit=limit or math.inf)
     name = str(keys.get(design.activation_key))
     activation = _ACTIVATIONS.get(design.activation_aliases.get(name, name))
     if activation is None:
         raise UnsupportedDesign(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {name}")
-    return activation
+    return replace(form, activation=activation)
 
 
 def _routing(
@@ -456,23 +495,71 @@ def _routing(
     """For each layer, whether it is sparse; and how tokens find experts, None without experts."""
     if row.mixture is None:
         return (False,) * layers, None
-    experts = keys.count(
-        "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
+    there = [key for key in design.experts_keys if keys.get(key) is not None]
+    experts, chosen_key = (
+        keys.count(there[0] if there else design.experts_keys[0]),
+        design.chosen_key,
     )
-    keys.read |= {"num_experts", "num_local_experts"}
-    chosen = keys.count("num_experts_per_tok")
+    chosen = keys.count(chosen_key)
     if chosen > experts:
-        raise UnsupportedDesign(
-            f"num_experts_per_tok of config.json is {chosen}, of {experts} experts"
-        )
-    normalized = keys.flag(design.normalized_experts)
+        raise UnsupportedDesign(f"{chosen_key} of config.json is {chosen}, of {experts} experts")
+    sparse = _SPARSE[design.sparse_layers](keys, layers)
+    least, groups, chosen_groups = design.least_expert_sum, 1, 1
+    if design.expert_groups:
+        groups, chosen_groups = keys.count("n_group"), keys.count("topk_group")
+        if experts % groups or chosen_groups > groups or experts // groups < 2 <= groups:
+            raise UnsupportedDesign(
+                f"n_group and topk_group of config.json are {groups} and {chosen_groups}, of "
+                f"{experts} experts"
+            )
+        if experts // groups * chosen_groups < chosen:
+            raise UnsupportedDesign(
+                f"{chosen_key} of config.json is {chosen}, {chosen_groups} of {groups} groups have "
+                f"{experts // groups * chosen_groups} experts"
+            )
+    mixes = design.router_scores is RouterScores.SPARSE_MIXER
+    routing = Routing(
+        experts=experts,
+        chosen=chosen,
+        normalized=keys.flag(design.normalized_experts),
+        least=keys.number(least) if isinstance(least, str) else least,
+        factor=keys.number("routed_scaling_factor") if design.scaled_experts else 1.0,
+        scores=design.router_scores,
+        near=2 * keys.number("router_jitter_noise") if mixes else 0.0,
+        groups=groups,
+        chosen_groups=chosen_groups,
+    )
+    return sparse, routing if any(sparse) else None
+
+
+def _every_nth(keys: Keys, layers: int) -> tuple[bool, ...]:
     step = keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step")
     dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise UnsupportedDesign(f"mlp_only_layers of config.json is {dense!r}, no list")
-    sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
-    routing = Routing(experts=experts, chosen=chosen, normalized=normalized)
-    return sparse, routing if any(sparse) else None
+    return tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
+
+
+def _after_first_k(keys: Keys, layers: int) -> tuple[bool, ...]:
+    first = keys.product(["first_k_dense_replace"])
+    return tuple(index >= first for index in range(layers))
+
+
+def _from_start_to_end(keys: Keys, layers: int) -> tuple[bool, ...]:
+    first, step = keys.product(["moe_layer_start_index"]), keys.count("moe_layer_interval")
+    last = keys.get("moe_layer_end_index")
+    last = layers - 1 if last in (None, -1) else keys.product(["moe_layer_end_index"])
+    return tuple(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
+
+
+# For each rule, a function of (keys, number of layers): for each layer, whether it is sparse.
+_SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = MappingProxyType(
+    {
+        SparseLayers.EVERY_NTH: _every_nth,
+        SparseLayers.AFTER_FIRST_K: _after_first_k,
+        SparseLayers.FROM_START_TO_END: _from_start_to_end,
+    }
+)
 
 
 def _ropes(
@@ -520,10 +607,14 @@ def _rope(
         head_dim: features of a head.
     """
     part: Any = 1.0
+    features = None  # as a share of a head's
+    if isinstance(design.partial_rope, str) and keys.get(design.partial_rope) is not None:
+        features = keys.count(design.partial_rope) / head_dim
     if design.partial_rope:
         part = (
             table.get("partial_rotary_factor")
             or keys.get("rotary_pct")
+            or features
             or keys.get("partial_rotary_factor")
             or 1.0
         )

@@ -39,6 +39,8 @@ class PartNames:
         mlp_norm: norm of what the MLP reads; None where there is none.
         gated_norm: norm of what the MLP adds to the hidden state; None where there is none.
         q_norm, k_norm: norms of queries and of keys; None where there are none.
+        sinks: a number for each query head, the score of a column without a value (a tensor of its
+            own, with no `.weight`); None where there are none.
         layers: the list of decoder layers.
         embedding, norm, head: token embedding, last norm and head of the model.
     """
@@ -53,6 +55,7 @@ class PartNames:
     gated_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
@@ -69,19 +72,30 @@ class Mixture:
     """The mixture of experts in the place of a sparse layer's MLP.
 
     Attributes:
-        block: module of the mixture inside a layer, as the checkpoint calls it; transformers calls
-            it `mlp` in every family.
+        block: module of the mixture inside a layer, as the checkpoint calls it.
+        place: the same module as transformers calls it.
         linears: gate, up and down linears of an expert.
-        shared: gate, up and down linears that every token goes through beside the experts; empty
-            where there is no shared expert.
+        shared: linears that every token goes through beside the experts: gate and up, or one linear
+            of both, then down; empty where there is no shared expert.
+        shared_block: module inside a layer that holds them; None: the mixture's.
         routers: linears that decide which experts a token goes to, then how much the shared one
             counts; they are never quantized.
+        correction: tensor inside the block that is added to the scores of experts where they are
+            chosen, not where they are weighed (Wang et al. 2024, arXiv:2408.15664); None: nothing.
+        correction_rows: axes of that tensor before the one of experts.
+        biased: the router and the linears of experts have biases; the shared one has those of a
+            dense layer.
     """
 
     block: str = "mlp"
+    place: str = "mlp"
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: tuple[str, ...] = ()
+    shared_block: str | None = None
     routers: tuple[str, ...] = ("gate",)
+    correction: str | None = None
+    correction_rows: int = 0
+    biased: bool = False
 
 
 class Windows(Enum):
@@ -97,6 +111,27 @@ class Windows(Enum):
     LAYERS_WITHOUT_ROPE = (
         "if use_sliding_window says so: layer_types, else layers without a rotary embedding"
     )
+    EVERY_OTHER = "layer_types, else the first layer and every second after it"
+
+
+class SparseLayers(Enum):
+    """Rules that say which layers have experts in the place of their MLP."""
+
+    EVERY_NTH = "every decoder_sparse_step-th, but those of mlp_only_layers"
+    AFTER_FIRST_K = "all but the first first_k_dense_replace"
+    FROM_START_TO_END = (
+        "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
+    )
+
+
+class RouterScores(Enum):
+    """How the router's logits become scores, of which the largest are chosen and weigh."""
+
+    SOFTMAX = "exp(logit) over the sum of all experts' or of the chosen ones'"
+    SIGMOID = "1 / (1 + exp(-logit))"
+    SPARSE_MIXER = (
+        "two experts, one after the other; each weighs its share among those whose logit is near"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +144,27 @@ class DecoderDesign:
         ignored_keys: keys that the family's own modules do not read.
         activation_aliases: activation in config.json -> the one that the family means by it.
         activation_key: key of the activation.
+        clamped_swiglu: the MLP is gate * sigmoid(swiglu_alpha gate) * (up + 1), with gate and up
+            clamped at swiglu_limit.
         eps_key: key of the norms' epsilon.
         normalized_experts: whether the weights of a token's experts are divided by their sum, or
             the key that says it.
+        least_expert_sum: the least that they are divided by, or the key that says it.
+        experts_keys: keys of the number of experts; the first that is there counts.
+        chosen_key: key of the number of experts that a token goes to.
         expert_size_key: key of the width of an expert.
+        shared_size_keys: keys whose product is the width of the shared expert; 0: there is none.
+        sparse_layers: which layers have experts.
+        router_scores: how logits become scores.
+        expert_groups: the keys n_group and topk_group say in how many groups experts lie, and from
+            how many of them a token's are chosen; a group counts as its two best experts do.
+        scaled_experts: the weights of experts are multiplied by routed_scaling_factor.
         windows: which layers have a sliding window; None where none has.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
-        partial_rope: the rotary embedding may turn a part of a head alone.
+        partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
+            number of features that it turns.
+        rotary_pairs: neighbouring features of a head are rotated together, where other families
+            rotate features half a head apart.
         no_rope_layers: the key `no_rope_layers` says which layers have no rotary embedding.
         query_pre_attn_scalar: scores are multiplied by query_pre_attn_scalar^-0.5, not by
             head_dim^-0.5.
@@ -125,8 +174,9 @@ class DecoderDesign:
         parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
             it.
         whole_qk_norms: norms of queries and keys are of all heads at once, not of each.
-        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers
-            have none.
+        qk_norm_key: key that says whether queries and keys have norms; None: their names do.
+        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; `Mixture.biased` says
+            it of experts and routers.
         tied: the head is the embedding where config.json has no `tie_word_embeddings`.
     """
 
@@ -135,12 +185,22 @@ class DecoderDesign:
     ignored_keys: frozenset[str] = frozenset()
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
+    clamped_swiglu: bool = False
     eps_key: str = "rms_norm_eps"
     normalized_experts: bool | str = "norm_topk_prob"
+    least_expert_sum: float | str = 0.0
+    experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    chosen_key: str = "num_experts_per_tok"
     expert_size_key: str = "moe_intermediate_size"
+    shared_size_keys: tuple[str, ...] = ("shared_expert_intermediate_size",)
+    sparse_layers: SparseLayers = SparseLayers.EVERY_NTH
+    router_scores: RouterScores = RouterScores.SOFTMAX
+    expert_groups: bool = False
+    scaled_experts: bool = False
     windows: Windows | None = None
     rope_by_layer_type: bool = False
-    partial_rope: bool = False
+    partial_rope: bool | str = False
+    rotary_pairs: bool = False
     no_rope_layers: bool = False
     query_pre_attn_scalar: bool = False
     soft_caps: bool = False
@@ -148,6 +208,7 @@ class DecoderDesign:
     scaled_embedding: bool = False
     parallel_residual: bool | str = False
     whole_qk_norms: bool = False
+    qk_norm_key: str | None = None
     qkv_bias: BiasFlag = ("attention_bias", False)
     output_bias: BiasFlag = ("attention_bias", False)
     mlp_bias: BiasFlag = False
@@ -250,6 +311,31 @@ _QWEN: Mapping[str, Any] = MappingProxyType(
 )
 _MLP_BIAS = ("mlp_bias", False)
 _HEAD_NORMS = PartNames(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
+_SHARED = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
+_GRANITE_MULTIPLIERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+)
+_GRANITE_MIXTURE = Mixture(
+    block="block_sparse_moe", place="block_sparse_moe", routers=("router.layer",)
+)
+_GRANITE_MOE_DECODER = DecoderDesign(
+    defaults={
+        **_RMS_NORM,
+        **_GRANITE_MULTIPLIERS,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    normalized_experts=True,
+    experts_keys=("num_local_experts",),
+    expert_size_key="intermediate_size",
+    multipliers=True,
+)
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -403,7 +489,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="mixtral",
                 architecture="MixtralForCausalLM",
-                mixture=Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2")),
+                mixture=_MIXTRAL,
                 decoder=DecoderDesign(
                     defaults={
                         **_RMS_NORM,
@@ -413,6 +499,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                         "num_local_experts": 8,
                         "num_experts_per_tok": 2,
                     },
+                    ignored_keys=frozenset({"router_jitter_noise"}),  # of training
                     windows=Windows.ALL_LAYERS,
                     normalized_experts=True,
                     expert_size_key="intermediate_size",
@@ -480,6 +567,209 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     whole_qk_norms=True,
                 ),
             ),
+            # Its checkpoint has one tensor for gate and up of all experts, row by row in turns. The
+            # graph's names are those of the linears.
+            FamilyRow(
+                model_type="gpt_oss",
+                architecture="GptOssForCausalLM",
+                names=PartNames(sinks="self_attn.sinks"),
+                mixture=Mixture(routers=("router",), biased=True),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 150000.0,
+                        "head_dim": 64,
+                        "num_key_value_heads": 8,
+                        "sliding_window": 128,
+                        "swiglu_alpha": 1.702,
+                        "swiglu_limit": 7.0,
+                        "num_local_experts": 128,
+                        "num_experts_per_tok": 4,
+                    },
+                    # names of other programs for keys that are there, and a gate that is its own
+                    ignored_keys=frozenset(
+                        {"experts_per_token", "initial_context_length", "hidden_act"}
+                    ),
+                    clamped_swiglu=True,
+                    normalized_experts=True,
+                    expert_size_key="intermediate_size",
+                    windows=Windows.EVERY_OTHER,
+                    qkv_bias=("attention_bias", True),
+                    output_bias=("attention_bias", True),
+                ),
+            ),
+            # GLM-4.5 and 4.6; layers beyond the last predict further tokens, and are not run.
+            FamilyRow(
+                model_type="glm4_moe",
+                architecture="Glm4MoeForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=Mixture(shared=_SHARED, correction="gate.e_score_correction_bias"),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "num_key_value_heads": 8,
+                        "partial_rotary_factor": 0.5,
+                        "n_routed_experts": 128,
+                        "n_shared_experts": 1,
+                        "num_experts_per_tok": 8,
+                        "first_k_dense_replace": 1,
+                        "n_group": 1,
+                        "topk_group": 1,
+                        "norm_topk_prob": True,
+                        "routed_scaling_factor": 1.0,
+                        "use_qk_norm": False,
+                    },
+                    ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+                    least_expert_sum=1e-20,
+                    experts_keys=("n_routed_experts",),
+                    shared_size_keys=("moe_intermediate_size", "n_shared_experts"),
+                    sparse_layers=SparseLayers.AFTER_FIRST_K,
+                    router_scores=RouterScores.SIGMOID,
+                    expert_groups=True,
+                    scaled_experts=True,
+                    partial_rope=True,
+                    qk_norm_key="use_qk_norm",
+                    output_bias=False,
+                ),
+            ),
+            FamilyRow(
+                model_type="minimax_m2",
+                architecture="MiniMaxM2ForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=replace(_MIXTRAL, correction="e_score_correction_bias"),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rope_theta": 5000000.0,
+                        "head_dim": 128,
+                        "num_key_value_heads": 8,
+                        "num_local_experts": 256,
+                        "num_experts_per_tok": 8,
+                    },
+                    supported_values={
+                        "scoring_func": "sigmoid",
+                        "use_qk_norm": True,
+                        "qk_norm_type": "per_layer",
+                        "use_routing_bias": True,
+                        "shared_intermediate_size": 0,
+                        "sliding_window": None,
+                    },
+                    # of the family before it, whose file it took over, and of layers beyond the
+                    # last, which predict further tokens
+                    ignored_keys=frozenset(
+                        {
+                            "attn_type_list",
+                            "layernorm_full_attention_beta",
+                            "layernorm_linear_attention_beta",
+                            "layernorm_mlp_beta",
+                            "mlp_intermediate_size",
+                            "mtp_transformer_layers",
+                            "num_mtp_modules",
+                            "router_jitter_noise",
+                            "shared_moe_mode",
+                            "use_mtp",
+                        }
+                    ),
+                    normalized_experts=True,
+                    expert_size_key="intermediate_size",
+                    router_scores=RouterScores.SIGMOID,
+                    partial_rope="rotary_dim",
+                    whole_qk_norms=True,
+                    qkv_bias=False,
+                    output_bias=False,
+                ),
+            ),
+            FamilyRow(
+                model_type="ernie4_5_moe",
+                architecture="Ernie4_5_MoeForCausalLM",
+                mixture=Mixture(
+                    shared=_SHARED,
+                    correction="moe_statics.e_score_correction_bias",
+                    correction_rows=1,
+                ),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 500000.0,
+                        "num_key_value_heads": 4,
+                        "moe_num_experts": 64,
+                        "moe_k": 6,
+                        "moe_num_shared_experts": 2,
+                        "moe_layer_start_index": 1,
+                        "moe_layer_interval": 1,
+                        "moe_norm_min": 1e-12,
+                    },
+                    supported_values={"moe_gate": "topk", "moe_use_aux_free": True},
+                    # what experts may take in training, and layers that predict further tokens
+                    ignored_keys=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+                    normalized_experts=True,
+                    least_expert_sum="moe_norm_min",
+                    experts_keys=("moe_num_experts", "num_experts"),
+                    chosen_key="moe_k",
+                    shared_size_keys=("moe_intermediate_size", "moe_num_shared_experts"),
+                    sparse_layers=SparseLayers.FROM_START_TO_END,
+                    rotary_pairs=True,
+                    qkv_bias=("use_bias", False),
+                    output_bias=("use_bias", False),
+                    mlp_bias=("use_bias", False),
+                    head_bias=("use_bias", False),
+                    tied=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="granitemoe",
+                architecture="GraniteMoeForCausalLM",
+                mixture=_GRANITE_MIXTURE,
+                traced=True,
+                decoder=_GRANITE_MOE_DECODER,
+            ),
+            FamilyRow(
+                model_type="granitemoeshared",
+                architecture="GraniteMoeSharedForCausalLM",
+                mixture=replace(
+                    _GRANITE_MIXTURE,
+                    shared=("input_linear", "output_linear"),
+                    shared_block="shared_mlp",
+                ),
+                traced=True,
+                decoder=replace(
+                    _GRANITE_MOE_DECODER,
+                    defaults={**_GRANITE_MOE_DECODER.defaults, "shared_intermediate_size": 0},
+                    shared_size_keys=("shared_intermediate_size",),
+                ),
+            ),
+            FamilyRow(
+                model_type="phimoe",
+                architecture="PhimoeForCausalLM",
+                mixture=_MIXTRAL,
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 1000000.0,
+                        "num_key_value_heads": 8,
+                        "num_local_experts": 16,
+                        "num_experts_per_tok": 2,
+                        "router_jitter_noise": 0.01,
+                    },
+                    ignored_keys=frozenset({"input_jitter_noise"}),
+                    supported_values={"num_experts_per_tok": 2},
+                    normalized_experts=False,
+                    expert_size_key="intermediate_size",
+                    router_scores=RouterScores.SPARSE_MIXER,
+                    windows=Windows.ALL_LAYERS,
+                    head_bias=("lm_head_bias", False),
+                ),
+            ),
             FamilyRow(
                 model_type="gemma",
                 architecture="GemmaForCausalLM",
@@ -536,13 +826,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 architecture="GraniteForCausalLM",
                 traced=True,
                 decoder=DecoderDesign(
-                    defaults={
-                        **_RMS_NORM,
-                        "embedding_multiplier": 1.0,
-                        "logits_scaling": 1.0,
-                        "residual_multiplier": 1.0,
-                        "attention_multiplier": 1.0,
-                    },
+                    defaults={**_RMS_NORM, **_GRANITE_MULTIPLIERS},
                     multipliers=True,
                     mlp_bias=_MLP_BIAS,
                 ),

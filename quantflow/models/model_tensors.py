@@ -17,7 +17,7 @@ from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint, Keys, UnsupportedDesign
 from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
-from quantflow.models.graph import HEAD, MLP
+from quantflow.models.graph import HEAD
 
 Shape = tuple[int, ...]
 STORED = ("F64", "F32", "F16", "BF16")  # dtypes of parameters that are not quantized
@@ -102,7 +102,7 @@ class ListedTensors:
             blueprint.heads.num_kv_heads,
             blueprint.layers,
         )
-        self._block = None if blueprint.mixture is None else blueprint.mixture.block
+        self._mixture = blueprint.mixture
         self._tied = design.tied
         if keys.has("tie_word_embeddings"):
             self._tied = bool(keys.get("tie_word_embeddings"))
@@ -119,7 +119,11 @@ class ListedTensors:
             for leaf in (("weight", "bias") if row.centered else ("weight",))
         }
         embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
-        self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms}
+        others = dict(_others(blueprint))
+        self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms, **others}
+        if row.traced:  # the graph has no routers of such a family: they are modules of their own
+            for name in _routers(blueprint):
+                del self._linears[name]
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -142,7 +146,10 @@ class ListedTensors:
         """
         if linear == self._names.head:
             return HEAD
-        return linear if self._block is None else linear.replace(f".{self._block}.", f".{MLP}.", 1)
+        mixture = self._mixture
+        if mixture is None:
+            return linear
+        return linear.replace(f".{mixture.block}.", f".{mixture.place}.", 1)
 
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
         """Match tensors with parameters; see `ModelTensors`."""
@@ -243,8 +250,8 @@ def _linears(
             yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.qkv_bias, keys)
         yield f"{prefix}.{names.output}", (hidden, queries), _has_bias(design.output_bias, keys)
         if sparse and blueprint.mixture is not None:
-            for name, shape in _of_mixture(design, blueprint, blueprint.mixture, keys):
-                yield f"{prefix}.{blueprint.mixture.block}.{name}", shape, False
+            for name, shape, has_bias in _of_mixture(design, blueprint, blueprint.mixture, keys):
+                yield f"{prefix}.{name}", shape, has_bias
             continue
         width = keys.count("intermediate_size")
         rows = width * (2 if blueprint.form.gated else 1) // len(names.up)
@@ -256,23 +263,49 @@ def _linears(
 
 def _of_mixture(
     design: DecoderDesign, blueprint: Blueprint, mixture: Mixture, keys: Keys
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The linears of a mixture by their names in its block, and their shapes."""
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """The linears of a mixture by their names in the layer, as `_linears` has them."""
     assert blueprint.routing is not None  # a layer is sparse
-    hidden = keys.count("hidden_size")
+    hidden, block = keys.count("hidden_size"), mixture.block
 
-    def expert(linears: Sequence[str], width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    def expert(
+        place: str, linears: Sequence[str], width: int, *, biased: bool
+    ) -> Iterator[tuple[str, tuple[int, int], bool]]:
         *entering, down = linears
-        yield from ((name, (width, hidden)) for name in entering)
-        yield down, (hidden, width)
+        rows = width * (2 if blueprint.form.gated else 1) // len(entering)
+        yield from ((f"{place}.{name}", (rows, hidden), biased) for name in entering)
+        yield f"{place}.{down}", (hidden, width), biased
 
     for name, rows in zip(mixture.routers, (blueprint.routing.experts, 1), strict=False):
-        yield name, (rows, hidden)
+        yield f"{block}.{name}", (rows, hidden), mixture.biased
     if mixture.shared:
-        yield from expert(mixture.shared, keys.count("shared_expert_intermediate_size"))
+        width, biased = keys.product(design.shared_size_keys), _has_bias(design.mlp_bias, keys)
+        yield from expert(mixture.shared_block or block, mixture.shared, width, biased=biased)
+    width = keys.count(design.expert_size_key)
     for number in range(blueprint.routing.experts):
-        for name, shape in expert(mixture.linears, keys.count(design.expert_size_key)):
-            yield f"experts.{number}.{name}", shape
+        place = f"{block}.experts.{number}"
+        yield from expert(place, mixture.linears, width, biased=mixture.biased)
+
+
+def _routers(blueprint: Blueprint) -> Iterator[str]:
+    """The source names of all linears that decide about experts."""
+    for index, sparse in enumerate(blueprint.sparse):
+        if sparse and blueprint.mixture is not None:
+            block = f"{blueprint.names.layers}.{index}.{blueprint.mixture.block}"
+            yield from (f"{block}.{name}" for name in blueprint.mixture.routers)
+
+
+def _others(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
+    """Every tensor that belongs to no linear and no norm, and its shape."""
+    names, mixture = blueprint.names, blueprint.mixture
+    for index, sparse in enumerate(blueprint.sparse):
+        prefix = f"{names.layers}.{index}"
+        if names.sinks is not None:
+            yield f"{prefix}.{names.sinks}", (blueprint.heads.num_heads,)
+        if sparse and mixture is not None and mixture.correction is not None:
+            assert blueprint.routing is not None  # a layer is sparse
+            shape = (*(1,) * mixture.correction_rows, blueprint.routing.experts)
+            yield f"{prefix}.{mixture.block}.{mixture.correction}", shape
 
 
 def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:

@@ -31,7 +31,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
-enum activation { SILU, GELU, GELU_TANH, RELU };
+enum activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
 #ifdef __AVX512F__
 enum { LANES = 16 }; /* floats of a register */
@@ -80,6 +80,7 @@ typedef struct {
     float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8, not measured */
     const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
     const float *cos, *sin;               /* [capacity, rotary_dim] by position in the text */
+    const float *sinks; /* [query_heads] score of a column without a value, unscaled */
     Norm q_norm, k_norm; /* [head_dim], or of all heads at once where `whole_norms` */
     /* `run` alone reads the fields from here to `down`. */
     Norm attention_norm, attended_norm; /* [hidden] before attention; of what attention adds */
@@ -108,6 +109,7 @@ typedef struct {
     float eps;       /* epsilon of norms */
     float cap;       /* scores become cap * tanh(score / cap); 0: they stay */
     float residual;  /* factor of what a branch adds */
+    float alpha, limit; /* of CLAMPED_SWIGLU */
 } Step;
 
 /* The promises that every function of a step relies on. */
@@ -117,7 +119,7 @@ static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->rows > 0 && s->block > 0 && s->block % SIDE == 0 && s->width > 0 && s->first[0] == 0 &&
           s->tiles[0] == 0);
     CHECK(l->rotary_dim >= 0 && l->rotary_dim <= s->head_dim && l->rotary_dim % 2 == 0 &&
-          s->activation >= SILU && s->activation <= RELU);
+          s->activation >= SILU && s->activation <= CLAMPED_SWIGLU);
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
@@ -318,10 +320,20 @@ static inline vf activate(vf x, int64_t kind) {
     return x * blend(x < 0.0f, tail, 1.0f - tail);
 }
 
+/* activation(gate) * up; CLAMPED_SWIGLU: gate / (1 + exp(-alpha gate)) * (up + 1), with gate at most
+ * `limit` and up from -limit to limit. NaN stays NaN. */
+INLINE vf gate_of(vf gate, vf up, int64_t kind, float alpha, float limit) {
+    if (kind != CLAMPED_SWIGLU) return activate(gate, kind) * up;
+    gate = smaller(splat(limit), gate);
+    up = larger(splat(-limit), smaller(splat(limit), up));
+    return gate / (1.0f + exponentials(gate * -alpha)) * (up + 1.0f);
+}
+
 typedef struct {
     const float *in;
     float *out;
     int64_t width, activation, gated;
+    float alpha, limit;
 } Gate;
 
 static void gate_row(const void *context, int64_t row) {
@@ -334,7 +346,7 @@ static void gate_row(const void *context, int64_t row) {
         size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
         if (bytes == sizeof x) x = *(const vf *)(g + i), up = *(const vf *)(u + i);
         else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
-        x = gated ? (vf)(activate(x, activation) * up) : activate(x, activation);
+        x = gated ? gate_of(x, up, activation, t->alpha, t->limit) : activate(x, activation);
         /* a whole register is stored as one: a copy of unknown length is slow */
         if (bytes == sizeof x) *(vf *)(out + i) = x;
         else memcpy(out + i, &x, bytes);
@@ -344,9 +356,9 @@ static void gate_row(const void *context, int64_t row) {
 /* out = activation(gate) * up, or activation(up) where there is no gate. in: [rows, 2 width] or
  * [rows, width]; out: [rows, width] */
 void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation,
-          int64_t gated) {
-    CHECK(in && out && rows >= 0 && width > 0);
-    Gate context = {in, out, width, activation, gated};
+          int64_t gated, float alpha, float limit) {
+    CHECK(in && out && rows >= 0 && width > 0 && (gated || activation != CLAMPED_SWIGLU));
+    Gate context = {in, out, width, activation, gated, alpha, limit};
     share(gate_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
 
@@ -855,13 +867,14 @@ INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t strid
 
 /* Attention of T queries of one kv head over the columns that they see, by the online softmax of
  * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time. q, out: [head_dim] of
- * each query; first, end: the columns [first, end) of sequence `row` that each query sees.
+ * each query; first, end: the columns [first, end) of sequence `row` that each query sees; sink:
+ * where the layer has sinks, the score of each query's, which counts in its sum alone.
  *
  * The sums of a query have the same order whichever queries are computed with it and however the
  * columns lie in blocks. */
 INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t row,
-                        int64_t h, const int64_t *first, const int64_t *end, const int kind,
-                        const int narrow, const int T) {
+                        int64_t h, const int64_t *first, const int64_t *end, const float *sink,
+                        const int kind, const int narrow, const int T) {
     enum { GROUPS = BLOCK / LANES };
     const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
@@ -874,8 +887,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     float total[TILE];
     float queries[MAX_HEAD_DIM * TILE]; /* [head_dim, T], or pairs [head_dim / 2, T] */
     float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
-    for (int g = 0; g < LANES; g++) largest[g] = -INFINITY;
-    for (int g = 0; g < T; g++) total[g] = 0;
+    for (int g = 0; g < LANES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
+    for (int g = 0; g < T; g++) total[g] = l->sinks ? 1 : 0; /* exp(sink - sink) */
     for (int g = 0; g < T; g++) {
         float *own = sums + g * dim;
         for (int64_t i = 0; i < dim; i++) own[i] = q[g][i] * unit;
@@ -926,6 +939,7 @@ static void attend_unit(const void *context, int64_t unit) {
     int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
     int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
     int64_t first[TILE], end[TILE];
+    float sink[TILE];
     const float *q[TILE];
     float *to[TILE];
     for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
@@ -933,12 +947,13 @@ static void attend_unit(const void *context, int64_t unit) {
         int64_t column = at / group, query = head * group + at % group;
         q[g] = qkv + (from + column) * width + query * dim;
         to[g] = out + ((from + column) * s->query_heads + query) * dim;
+        sink[g] = l->sinks ? l->sinks[query] : 0;
         first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
         if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
     }
 #define ATTEND_TILE(KIND, NARROW, T) \
     if (s->kind == KIND && narrow == NARROW && size == T) \
-        attend_tile(s, l, q, to, row, head, first, end, KIND, NARROW, T);
+        attend_tile(s, l, q, to, row, head, first, end, sink, KIND, NARROW, T);
 #define ATTEND(KIND, NARROW) \
     ATTEND_TILE(KIND, NARROW, 1) \
     ATTEND_TILE(KIND, NARROW, 3) \
@@ -1018,7 +1033,7 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
         LINEAR(output, heads, delta);
         ADD_NORM(delta, l->attended_norm, l->mlp_norm, s->parallel);
         LINEAR(up, norm, up);
-        gate(up, gated, n, l->down.weight->columns, s->activation, s->gated);
+        gate(up, gated, n, l->down.weight->columns, s->activation, s->gated, s->alpha, s->limit);
         LINEAR(down, gated, delta);
     }
     return (int)failed;
@@ -1042,7 +1057,7 @@ const struct field *structure_fields(void) {
         END(Product),
         FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales),
         FIELD(Layer, value_scales), FIELD(Layer, key_steps), FIELD(Layer, value_steps),
-        FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
+        FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, sinks), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
         FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
         FIELD(Layer, gated_norm), FIELD(Layer, qkv), FIELD(Layer, output), FIELD(Layer, up),
         FIELD(Layer, down), FIELD(Layer, window), FIELD(Layer, rotary_dim), END(Layer),
@@ -1051,7 +1066,8 @@ const struct field *structure_fields(void) {
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
         FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
-        FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), END(Step),
+        FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), FIELD(Step, alpha),
+        FIELD(Step, limit), END(Step),
         {NULL, NULL, 0, 0},
     };
     return fields;

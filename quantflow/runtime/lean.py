@@ -154,7 +154,7 @@ class LeanDecoder:
                 MLP.
         """
         blueprint, adapters = self._blueprint, RowAdapters(artifact, folders)
-        order = _by_kind_of_head(blueprint) if blueprint.by_head else None
+        order = _order_of_heads(blueprint)
         blocks = []
         for index, block in enumerate(self._blocks):
             named = zip(block.products, linears_of(blueprint, index), strict=True)
@@ -322,7 +322,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         InputError: a tensor that holds what it must not.
     """
     names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
-    order = _by_kind_of_head(blueprint) if blueprint.by_head else None
+    order = _order_of_heads(blueprint)
     groups = linears_of(blueprint, index)
     products = [
         projection(artifact, group, pack, order=None if at else order)
@@ -335,7 +335,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         for kind, name in called.items()
     }
     experts = (
-        _experts(artifact, blueprint, f"{prefix}.{blueprint.mixture.block}", pack)
+        _experts(artifact, blueprint, prefix, pack)
         if blueprint.mixture and blueprint.sparse[index]
         else None
     )
@@ -345,6 +345,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         **norms,
         window=blueprint.windows[index],
         rope=blueprint.rope_of_layer[index],
+        sinks=None if names.sinks is None else _vector(artifact, f"{prefix}.{names.sinks}"),
     )
 
 
@@ -358,40 +359,56 @@ def linears_of(blueprint: Blueprint, index: int) -> list[list[str]]:
 def _experts(
     artifact: Artifact, blueprint: Blueprint, prefix: str, pack: Pack | None
 ) -> RoutedExperts:
-    """Read the experts of a layer; `prefix` is the mixture's block, as the checkpoint calls it."""
+    """Read the experts of a layer; `prefix` is the layer's name."""
     routing, names = blueprint.routing, blueprint.mixture
     assert routing is not None and names is not None  # a layer is sparse
+    block = f"{prefix}.{names.block}"
 
     def expert(place: str, linears: Sequence[str]) -> ExpertProjections:
-        gate, up, down = (f"{place}.{name}" for name in linears)
-        return projection(artifact, [gate, up], pack), projection(artifact, [down], pack)
+        *entering, down = (f"{place}.{name}" for name in linears)
+        return projection(artifact, entering, pack), projection(artifact, [down], pack)
 
-    router, *score = (projection(artifact, [f"{prefix}.{name}"], pack) for name in names.routers)
+    router, *score = (projection(artifact, [f"{block}.{name}"], pack) for name in names.routers)
     shared = None
     if names.shared:
-        shared = (
-            expert(prefix, names.shared),
-            score[0],
-        )
+        shared = expert(f"{prefix}.{names.shared_block or names.block}", names.shared)
     experts = [
-        expert(f"{prefix}.experts.{number}", names.linears) for number in range(routing.experts)
+        expert(f"{block}.experts.{number}", names.linears) for number in range(routing.experts)
     ]
+    correction = names.correction
     return RoutedExperts(
         router=router,
         experts=experts,
-        chosen=routing.chosen,
-        normalized=routing.normalized,
+        routing=routing,
+        correction=None if correction is None else _vector(artifact, f"{block}.{correction}"),
         shared=shared,
+        shared_score=score[0] if score else None,
     )
 
 
-def _by_kind_of_head(blueprint: Blueprint) -> Tensor:
-    """The rows of a q/k/v that comes head by head, all queries first, then all keys, all values.
+def _vector(artifact: Artifact, name: str) -> Tensor:
+    """A tensor that belongs to no linear and no norm, as float32 of one axis."""
+    return artifact.read([name], torch.float32)[name].flatten()
 
-    int64 [3 heads dim].
+
+def _order_of_heads(blueprint: Blueprint) -> Tensor | None:
+    """The rows of queries, keys and values in the order in which decode.c takes them, int64 [O].
+
+    All queries come first, then all keys, all values. Features that are rotated together are half
+    of the rotated ones apart: scores do not depend on the order of features, which is that of
+    queries and of keys. None where the model has that order.
     """
-    heads, dim = blueprint.heads.num_heads, blueprint.heads.head_dim
-    return torch.arange(heads * 3 * dim).view(heads, 3, dim).transpose(0, 1).reshape(-1)
+    heads, dim = blueprint.heads, blueprint.heads.head_dim
+    if blueprint.by_head:
+        return torch.arange(heads.num_heads * 3 * dim).view(-1, 3, dim).transpose(0, 1).reshape(-1)
+    if not blueprint.rotary_pairs:
+        return None
+    rotated = blueprint.ropes[0].dim
+    pairs = torch.arange(rotated).view(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., 1, 3, 5, ...
+    features = torch.cat([pairs, torch.arange(rotated, dim)])
+    rows = torch.arange((heads.num_heads + 2 * heads.num_kv_heads) * dim).view(-1, dim)
+    rotates = heads.num_heads + heads.num_kv_heads
+    return torch.cat([rows[:rotates, features].reshape(-1), rows[rotates:].reshape(-1)])
 
 
 def _put_together(
@@ -420,7 +437,8 @@ def ends(
         plain_weight(artifact, f"{blueprint.names.embedding}.weight", pack),
         artifact.head,
     )
-    tied_head = partial(product, weight=embedding, bias=None, dtype=artifact.dtype)
+    bias = artifact.bias(blueprint.names.head, torch.float32)
+    tied_head = partial(product, weight=embedding, bias=bias, dtype=artifact.dtype)
     head = (
         tied_head if source == blueprint.names.embedding else projection(artifact, [source], pack)
     )

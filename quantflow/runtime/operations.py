@@ -29,7 +29,8 @@ MAX_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 _TILE = 8  # decode.c's TILE
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # decode.c's `enum activation`
+# decode.c's `enum activation`
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +61,7 @@ class DecoderBlock:
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
         window: positions that a query sees, itself included; 0: all before it.
         rope: index of its tables among those that `Operations.begin` takes; None rotates nothing.
+        sinks: score of a column without a value, float32 of the query heads; None: there is none.
     """
 
     products: tuple[Projection, ...]
@@ -72,6 +74,7 @@ class DecoderBlock:
     experts: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
     window: int = 0
     rope: int | None = 0
+    sinks: Tensor | None = None
 
 
 def why_not(head_dim: int) -> str | None:
@@ -108,6 +111,7 @@ class _Layer(ctypes.Structure):
         ("value_steps", _POINTER),
         ("cos", _POINTER),
         ("sin", _POINTER),
+        ("sinks", _POINTER),
         ("q_norm", _Norm),
         ("k_norm", _Norm),
         ("attention_norm", _Norm),
@@ -147,6 +151,8 @@ class _Step(ctypes.Structure):
         ("eps", _FLOAT),
         ("cap", _FLOAT),
         ("residual", _FLOAT),
+        ("alpha", _FLOAT),
+        ("limit", _FLOAT),
     ]
 
 
@@ -155,7 +161,7 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
         "add_norm",
         [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT],
     ),
-    ("gate", [_POINTER] * 2 + [_COUNT] * 4),
+    ("gate", [_POINTER] * 2 + [_COUNT] * 4 + [_FLOAT] * 2),
     ("product", [_POINTER] * 4 + [_COUNT] * 5),
     ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
@@ -323,6 +329,8 @@ class Operations:
             eps=heads.eps,
             cap=heads.cap,
             residual=form.residual,
+            alpha=form.alpha,
+            limit=form.limit,
         )
         self._count = 0  # columns of each sequence that the last step had
         structures = [
@@ -468,6 +476,8 @@ class Operations:
             width,
             ACTIVATIONS.index(form.activation),
             form.gated,
+            form.alpha,
+            form.limit,
         )
         return out
 
@@ -495,6 +505,7 @@ class Operations:
             value_steps=value_steps,
             cos=native.address(cos),
             sin=native.address(sin),
+            sinks=native.address(block.sinks),
             q_norm=_norm(block.q_norm),
             k_norm=_norm(block.k_norm),
             attention_norm=_norm(block.attention_norm),

@@ -136,6 +136,18 @@ def require_logits(model, theirs):
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_lean_decoder_reads_its_experts_as_they_are(backend, published, theirs):
+    loaded = load(published, decoder="lean", backend=backend)
+    ids = torch.arange(5, 65)[None]
+    loaded.decoder.begin(rows=1, capacity=60)
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+        found = [loaded.decoder.forward(ids[:, :40], last_only=False)]
+        found += [loaded.decoder.forward(ids[:, at : at + 1])[:, None] for at in range(40, 60)]
+    assert (torch.cat(found, dim=1) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_inspect_generate_and_bench_take_it(published, capsys):
     assert run("inspect", published, "--json") == 0
     told = json.loads(capsys.readouterr().out)

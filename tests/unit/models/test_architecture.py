@@ -53,19 +53,19 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
 
 @pytest.mark.parametrize("family", DECODED)
 def test_the_products_are_the_groups_of_the_graph(family):
-    config = CONFIG_MAPPING[family](**{**SIZES, "num_key_value_heads": 4, "pad_token_id": 0})
-    names, mixture, (layer, *_) = (
-        DECODED[family].names,
-        DECODED[family].mixture,
-        graph_for(config).layers,
-    )
+    # as many experts as features would make the trace take a linear for a router
+    few = {"moe_num_experts": 8} if family == "ernie4_5_moe" else {}
+    config = CONFIG_MAPPING[family](**SIZES, num_key_value_heads=4, pad_token_id=0, **few)
+    names, mixture = DECODED[family].names, DECODED[family].mixture
+    layer = graph_for(config).layers[-1]  # the first ones of a mixture may be dense
     ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
     for number in range(layer.experts):
         gate, up, down = (f"{mixture.block}.experts.{number}.{name}" for name in mixture.linears)
         ours += [(gate, up), (down,)]
-    if mixture and mixture.shared:
-        gate, up, down = (f"{mixture.block}.{name}" for name in mixture.shared)
-        ours += [(gate, up), (down,)]
+    shared = read(config.to_dict()).mixture.shared if mixture else ()
+    if shared:
+        *entering, down = (f"{mixture.shared_block or mixture.block}.{name}" for name in shared)
+        ours += [tuple(entering), (down,)]
     theirs = [tuple(map(layer.inside, group.linears)) for group in layer.groups]
     assert sorted(name for group in ours for name in group) == sorted(
         name for group in theirs for name in group
@@ -134,6 +134,30 @@ def test_tokens_that_a_configuration_names_change_no_forward():
             "num_attention_heads of config.json is 0, no positive integer",
         ),
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide 4 heads"),
+        (
+            {"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 3},
+            "n_group and topk_group of config.json are 3 and 1, of 128 experts",
+        ),
+        (
+            {"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 32},
+            "num_experts_per_tok of config.json is 8, 1 of 32 groups have 4 experts",
+        ),
+        (
+            {"model_type": "ernie4_5_moe", "num_key_value_heads": 4, "moe_k": 65},
+            "moe_k of config.json is 65, of 64 experts",
+        ),
+        (
+            {"model_type": "glm4_moe", "num_key_value_heads": 4, "first_k_dense_replace": -1},
+            "first_k_dense_replace of config.json is -1, no integer from 0 on",
+        ),
+        (
+            {"model_type": "minimax_m2", "num_key_value_heads": 4, "scoring_func": "softmax"},
+            "it knows scoring_func='sigmoid' of config.json, not 'softmax'",
+        ),
+        (
+            {"model_type": "phimoe", "num_key_value_heads": 4, "num_experts_per_tok": 3},
+            "it knows num_experts_per_tok=2 of config.json, not 3",
+        ),
         (
             QWEN | {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types of config.json has 'chunked_attention', and sliding_window is 4096",
@@ -390,6 +414,107 @@ RELEASED = {
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
+    },
+    "gpt-oss 20b": LLAMA
+    | {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    "GLM 4.5 Air": LLAMA
+    | {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
+    "MiniMax M2": LLAMA
+    | {
+        "model_type": "minimax_m2",
+        "attn_type_list": [1, 1],
+        "head_dim": 128,
+        "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    "ERNIE 4.5 21B A3B": LLAMA
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_capacity": [64, 64, 64],
+        "moe_gate": "topk",
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_layer_end_index": 27,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_use_aux_free": True,
+        "num_key_value_heads": 4,
+        "rope_theta": 500000.0,
+        "use_bias": False,
+    },
+    "Granite 3.1 3B A800M": LLAMA
+    | {
+        "model_type": "granitemoe",
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+        "num_local_experts": 40,
+        "output_router_logits": False,
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "router_aux_loss_coef": 0.001,
     },
 }
 

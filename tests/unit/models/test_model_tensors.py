@@ -25,6 +25,9 @@ SPARSE = {
     "shared_expert_intermediate_size": 56,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 8,
+    "shared_intermediate_size": 24,
 }
 SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
 DECODED = [row.model_type for row in FAMILIES.values() if row.decoder is not None]

@@ -15,6 +15,7 @@ from quantflow.files.ledger import FileEntry, Ledger, LedgerEntry
 from quantflow.files.manifest import build_manifest, write_manifest
 from quantflow.formats import compressed_tensors as layout
 from quantflow.models.open import graph_for
+from quantflow.models.reading import read_tensors
 
 BODY = {
     "kind": "artifact",
@@ -39,6 +40,9 @@ def random_model(config):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.data += torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += torch.randn_like(buffer) * 0.3
     return model.eval().requires_grad_(False)
 
 
@@ -71,11 +75,12 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     """
     model = random_model(config) if model is None else model
     model.save_pretrained(folder)
-    source = load_file(folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder).in_parts(graph_for(config).split)
+    source = read_tensors(checkpoint, checkpoint.tensors)
     scheme_of = schemes if callable(schemes) else lambda name: schemes
     chosen = {name: scheme_of(name) for name in graph_for(config).linears}
     chosen = {name: scheme for name, scheme in chosen.items() if scheme is not None}
-    headers = open_checkpoint(folder).infos
+    headers = checkpoint.infos
     tensors, entries = {}, []
     for name, tensor in source.items():
         linear_name = name.removesuffix(".weight")
@@ -106,6 +111,7 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     ignore = [
         *heads,
         *graph_for(config).routers,
+        *graph_for(config).idle,
         *(name for name in graph_for(config).linears if name not in chosen),
     ]
     _edit_config(

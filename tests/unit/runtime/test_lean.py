@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -195,6 +196,88 @@ FAMILIES = {
     ),
     "olmoe, norms of all heads at once": OlmoeConfig(
         **SIZES, **PAD, num_experts=4, num_experts_per_tok=2, architectures=["OlmoeForCausalLM"]
+    ),
+}
+
+
+def mixture(model_type: str, architecture: str, **more):
+    """The configuration of a small mixture."""
+    sizes = {**SIZES, **PAD, "num_experts_per_tok": 2, **more}
+    return CONFIG_MAPPING[model_type](**sizes, architectures=[architecture])
+
+
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3}
+FAMILIES |= {
+    "gpt_oss, sinks and a gate that is clamped": mixture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        head_dim=16,
+        num_local_experts=4,
+        sliding_window=5,
+        swiglu_limit=0.2,
+    ),
+    "glm4_moe, groups of experts behind a dense layer": mixture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        head_dim=32,
+        moe_intermediate_size=32,
+        use_qk_norm=True,
+        **{**GROUPS, "attention_bias": True, "num_hidden_layers": 3},
+    ),
+    "glm4_moe, as GLM-4.5-Air": mixture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        head_dim=32,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_shared_experts=2,
+    ),
+    "minimax_m2, half of a head rotated": mixture(
+        "minimax_m2", "MiniMaxM2ForCausalLM", head_dim=32, num_local_experts=4, rotary_dim=16
+    ),
+    "ernie4_5_moe, neighbours rotated": mixture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        moe_num_experts=5,
+        moe_k=2,
+        moe_intermediate_size=32,
+        use_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "ernie4_5_moe, every second layer sparse, no shared expert": mixture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        moe_num_experts=5,
+        moe_k=3,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        moe_layer_interval=2,
+        moe_layer_end_index=2,
+        moe_num_shared_experts=0,
+    ),
+    "granitemoe": mixture(
+        "granitemoe", "GraniteMoeForCausalLM", num_local_experts=4, logits_scaling=0.25, **GRANITE
+    ),
+    "granitemoeshared": mixture(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        num_local_experts=4,
+        shared_intermediate_size=48,
+    ),
+    "granitemoeshared without a shared expert": mixture(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        num_local_experts=4,
+        shared_intermediate_size=0,
+    ),
+    "phimoe, one expert after the other": mixture(
+        "phimoe",
+        "PhimoeForCausalLM",
+        num_local_experts=4,
+        attention_bias=True,
+        lm_head_bias=True,
+        router_jitter_noise=0.4,
     ),
 }
 
