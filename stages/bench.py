@@ -19,11 +19,12 @@ from quantflow.errors import UsageError
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, THREADS, job_settings, job_values, offline
+from quantflow.stages.cli.other_programs import BENCH
 from quantflow.stages.cli.output import show, table
-from quantflow.stages.cli.spelling import BENCH, spelled
+from quantflow.stages.cli.spelling import spelled
 
 
-@click.command("bench", cls=spelled(BENCH))
+@click.command("bench", cls=spelled(BENCH, texts="--prompt"))
 @click.argument("artifact", required=False)
 @job_settings("bench", BenchJob, KernelJob)
 @click.option(

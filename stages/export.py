@@ -24,11 +24,13 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
+from quantflow.stages.cli.other_programs import EXPORT, EXPORT_VALUES
 from quantflow.stages.cli.output import reporting, show, show_job, then
 from quantflow.stages.cli.quant_config_layer import given_config
+from quantflow.stages.cli.spelling import spelled
 
 
-@click.command("export")
+@click.command("export", cls=spelled(EXPORT, values=EXPORT_VALUES))
 @click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
 @click.option(
     "-o", "--output", metavar="DIR", type=FOLDER, required=True, help="Folder of the artifact."

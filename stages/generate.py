@@ -30,11 +30,12 @@ from quantflow.runtime.generate_job import (
 )
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, THREADS, given, job_settings, offline, origins
+from quantflow.stages.cli.other_programs import GENERATE
 from quantflow.stages.cli.output import show, write_piece
-from quantflow.stages.cli.spelling import GENERATE, spelled
+from quantflow.stages.cli.spelling import spelled
 
 
-@click.command("generate", cls=spelled(GENERATE))
+@click.command("generate", cls=spelled(GENERATE, texts="--prompt"))
 @click.argument("artifact")
 @job_settings("generate", GenerateJob)
 @THREADS

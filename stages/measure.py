@@ -27,11 +27,13 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
+from quantflow.stages.cli.other_programs import MEASURE
 from quantflow.stages.cli.output import reporting, show, show_job, then
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
+from quantflow.stages.cli.spelling import spelled
 
 
-@click.command("measure")
+@click.command("measure", cls=spelled(MEASURE))
 @click.argument("model")
 @click.option(
     "-o",

@@ -44,14 +44,16 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
+from quantflow.stages.cli.other_programs import QUANTIZE
 from quantflow.stages.cli.output import note, reporting, show, show_job, table, then
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
+from quantflow.stages.cli.spelling import spelled
 
 if TYPE_CHECKING:
     from quantflow.formats.gaudi.quant_config import GivenConfig
 
 
-@click.command("quantize")
+@click.command("quantize", cls=spelled(QUANTIZE))
 @click.argument("model")
 @click.option(
     "-o",

@@ -22,7 +22,9 @@ from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import bars_wanted, unread_variables
 from quantflow.stages.cli.options import DEBUG, QUIET, THREADS, job_settings, job_values, origins
+from quantflow.stages.cli.other_programs import SERVE, SERVE_VARIABLES
 from quantflow.stages.cli.output import show
+from quantflow.stages.cli.spelling import spelled
 
 OLD_NAMES = {
     "max_input_length": "max_input_tokens",
@@ -30,7 +32,7 @@ OLD_NAMES = {
 }
 
 
-@click.command("serve")
+@click.command("serve", cls=spelled(SERVE, variables=SERVE_VARIABLES))
 @click.argument("artifact")
 @job_settings("serve", ServeJob)
 @click.option(

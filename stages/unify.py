@@ -14,11 +14,13 @@ import click
 
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.other_programs import UNIFY
 from quantflow.stages.cli.output import reporting, show, show_job, table, then
+from quantflow.stages.cli.spelling import spelled
 from quantflow.unifying.job import UnifyJob
 
 
-@click.command("unify")
+@click.command("unify", cls=spelled(UNIFY))
 @recipe_settings("unify")
 @click.option(
     "--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g."

@@ -17,13 +17,14 @@ import click
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.other_programs import VALIDATE, VALIDATE_VALUES
 from quantflow.stages.cli.output import reporting, show, show_job
-from quantflow.stages.cli.spelling import VALIDATE, spelled
+from quantflow.stages.cli.spelling import spelled
 from quantflow.stages.gate import verdicts
 from quantflow.validating.job import ValidateJob
 
 
-@click.command("validate", cls=spelled(VALIDATE))
+@click.command("validate", cls=spelled(VALIDATE, values=VALIDATE_VALUES))
 @click.argument("artifact")
 @click.option("--baseline", metavar="DIR", required=True, help="Source model of the artifact.")
 @recipe_settings("validate", "validate")

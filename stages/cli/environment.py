@@ -4,10 +4,10 @@ docs/environment.md has every variable.
 """
 
 import os
+from collections.abc import Mapping
 
 _UNPADDED = "batches and prompts are not padded to a size"
 _GRAPHS = "what is captured follows from the device"
-_SHARED = "one process runs the model; --engine vllm shares it over cards"
 _ATTENTION = "how attention is computed is no choice"
 UNREAD = {
     "BATCH_BUCKET_SIZE": _UNPADDED,
@@ -21,9 +21,6 @@ UNREAD = {
     "USE_FLASH_ATTENTION": _ATTENTION,
     "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
     "PROF_RANKS": "one process runs the model, and is traced",
-    "NUM_SHARD": _SHARED,
-    "SHARDED": _SHARED,
-    "QUANTIZE": "the folder's config.json says how it is quantized",
     "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made",
 }  # what other servers read: `serve` says of one that is set why nothing happens
 
@@ -36,6 +33,21 @@ def bars_wanted() -> bool:
 def quant_config_variable() -> str | None:
     """The value of QUANT_CONFIG, or None where it is unset or empty."""
     return os.environ.get("QUANT_CONFIG") or None
+
+
+def set_variables(options: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Of variables that stand for options, variable -> option: those that are set.
+
+    Returns:
+        Option -> the variable and its value. REVISION and DTYPE are words that much else uses, so
+        they count beside MODEL_ID alone.
+    """
+    wanted = set(options) if os.environ.get("MODEL_ID") else {*options} - {"REVISION", "DTYPE"}
+    return {
+        option: (name, os.environ[name])
+        for name, option in options.items()
+        if name in wanted and os.environ.get(name)
+    }
 
 
 def unread_variables() -> list[str]:

@@ -4,37 +4,62 @@ import click
 import pytest
 
 from quantflow.errors import UsageError
-from quantflow.stages.bench import command as bench
 from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.spelling import (
+from quantflow.stages.cli.other_programs import (
     BENCH,
+    EXPORT,
     GENERATE,
+    MEASURE,
+    QUANTIZE,
+    SERVE,
+    UNIFY,
     VALIDATE,
-    Becomes,
-    Instead,
-    options_of,
-    respelled,
 )
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.spelling import Becomes, Beside, ByValue, Instead, options_of
 from quantflow.stages.generate import command as generate
 from quantflow.stages.generate import job_from
-from quantflow.stages.validate import command as validate
 
 TABLES = {
-    "generate": (generate, GENERATE),
-    "bench": (bench, BENCH),
-    "validate": (validate, VALIDATE),
+    "generate": GENERATE,
+    "bench": BENCH,
+    "validate": VALIDATE,
+    "measure": MEASURE,
+    "quantize": QUANTIZE,
+    "export": EXPORT,
+    "unify": UNIFY,
+    "serve": SERVE,
 }
 
 
-def both(verb, line):
-    command, table = TABLES[verb]
-    options = options_of(command, click.Context(command))
-    return respelled(line.split(), options, table, verb=verb)
+def context(verb):
+    group = click.Context(cli, info_name="quantflow", **cli.context_settings)
+    return click.Context(cli.get_command(group, verb), info_name=verb, parent=group)
+
+
+def both(verb, line, variables=None):
+    inner = context(verb)
+    return inner.command.read(
+        inner, line.split() if isinstance(line, str) else line, variables=variables
+    )
 
 
 def own(verb, line):
-    return both(verb, line)[0]
+    read = both(verb, line)
+    assert not read.problems
+    return read.words
+
+
+def problems(verb, line):
+    return [(problem.cause, problem.remedy) for problem in both(verb, line).problems]
+
+
+def refusal(verb, *words):
+    """The error of a line that is refused; nothing is run."""
+    inner = context(verb)
+    with pytest.raises(UsageError) as error:
+        inner.command.parse_args(inner, list(words))
+    return error.value
 
 
 @pytest.mark.parametrize(
@@ -62,7 +87,22 @@ def own(verb, line):
         # click takes the last
         ("ART --temperature 0.5 --do_sample", "--temperature 1 ART --temperature 0.5"),
         ("ART --reuse_cache --trim_logits --use_hpu_graphs --prompt a", "ART --prompt a"),
-        ("ART --unknown-one 3", "ART --unknown-one 3"),  # click refuses it
+        ("ART --ignore_eos f --max_new_tokens 2", "ART --max-new-tokens 2"),
+        ("ART --ignore_eos t", "ART --ignore-eos"),
+        ("ART --ignore-eos=false --prompt t f", "ART --prompt t --prompt f"),
+        ("ART --use_kv_cache f --prompt a", "ART --prompt a"),
+        ("--max_input_tokens 0 ART", "--max-input-tokens -1 ART"),
+        ("ART --max-input-tokens=0", "ART --max-input-tokens=-1"),
+        # where an option names the model, other words are prompts
+        (
+            "--weights ckpt --model bloom-3b --max_length 9 Hi",
+            "ckpt/bloom-3b --max-length 9 --prompt Hi",
+        ),
+        ("--weights ckpt Hi", "ckpt --prompt Hi"),
+        ("-m M Hi -- -x", "M --prompt Hi -- --prompt -x"),
+        ("-m M --quantized-model-path out/best_model.pt --prompt a", "out --prompt a"),
+        ("--num_gpus 2 --use_deepspeed -m M", "M --ranks 2"),
+        ("--mode vanilla ART", "--decoder transformers ART"),
     ],
 )
 def test_generate_understands(line, expected):
@@ -96,7 +136,7 @@ def test_validate_and_bench_understand():
         ("max_length=64,num_beams=4", "ART --max-length 64 --num-beams 4"),
         ("do_sample=true, top_k:int=5", "--temperature 1 ART --top-k 5"),
         (
-            "ignore_eos=t,use_cache=True,early_stopping=true",
+            "ignore_eos=t,use_cache=False,early_stopping=true,static_shapes=t",
             "ART --ignore-eos --early-stopping true",
         ),
         (
@@ -107,12 +147,14 @@ def test_validate_and_bench_understand():
     ],
 )
 def test_items_of_a_string_are_options(options, expected):
-    command, table = TABLES["generate"]
-    words = ["ART", "--options", options]
-    assert (
-        respelled(words, options_of(command, click.Context(command)), table, verb="generate")[0]
-        == expected.split()
-    )
+    assert own("generate", ["ART", "--options", options]) == expected.split()
+
+
+def test_items_that_change_nothing_are_said():
+    assert list(both("generate", "ART --options use_cache=false").notes("generate")) == [
+        "generate: left out: --use-cache false: a decoder allocates its cache once and keeps it, "
+        "which changes no token"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,30 +174,21 @@ def test_what_linears_compute_in_has_a_word_for_each_mode_of_intels_runner(mode,
             == own(verb, f"ART --lowp_mode={mode}")
             == expected.split()
         )
-    with pytest.raises(
-        UsageError,
-        match="generate: --lowp-mode: 'INT4' is unknown; use one of AUTO, INT8, BF16, FP16, FP32",
-    ):
-        own("generate", "ART --lowp-mode INT4")
-    with pytest.raises(
-        UsageError,
-        match="--act-quant-mode is another program's option; leave it out: a scheme says",
-    ):
-        own("generate", "ART --act-quant-mode PER_BATCH")
+    assert problems("generate", "ART --lowp-mode INT4") == [
+        ("--lowp-mode: 'INT4' is unknown", "use one of AUTO, INT8, BF16, FP16, FP32")
+    ]
+    (problem,) = problems("generate", "ART --act-quant-mode PER_BATCH")
+    assert problem[1].startswith("leave it out: a scheme says")
 
 
 def test_items_that_are_no_options_are_refused():
-    with pytest.raises(
-        UsageError,
-        match="^generate: --options: 'beams=4' is no option and its value; write max_length=64",
-    ):
-        own("generate", "ART --options num_beams=4,beams=4")
-    with pytest.raises(UsageError, match="'num_beams' is no option and its value"):
-        own("generate", "ART --options num_beams")
-    with pytest.raises(UsageError, match="'do_sample=1' is neither true nor false"):
-        own("generate", "ART --options do_sample=1")
-    with pytest.raises(UsageError, match="--static-shapes is another program's option"):
-        own("generate", "ART --options static_shapes=true")
+    causes = {
+        "num_beams=4,beams=4": "--options: 'beams=4' is no option and its value",
+        "num_beams": "--options: 'num_beams' is no option and its value",
+        "do_sample=1": "--options: 'do_sample=1' is neither true nor false",
+    }
+    for items, cause in causes.items():
+        assert problems("generate", ["ART", "--options", items])[0][0] == cause
 
 
 def test_help_of_options_is_the_verbs_help(capsys):
@@ -163,42 +196,153 @@ def test_help_of_options_is_the_verbs_help(capsys):
     assert "--num-beams N" in capsys.readouterr().out
 
 
-def test_what_is_always_so_is_said():
-    assert both("generate", "ART --reuse_cache --prompt a")[1] == [
-        "--reuse-cache is always so: a decoder allocates its cache when a prompt begins, and "
-        "keeps it"
-    ]
+def test_what_is_always_so_is_said(capsys):
+    said = (
+        "left out: --reuse-cache, --use-kv-cache: a decoder allocates its cache once and keeps it, "
+        "which changes no token"
+    )
+    line = "--reuse_cache --use_kv_cache --prompt a"
+    assert list(both("generate", line).notes("generate")) == [f"generate: {said}"]
+    inner = context("measure")
+    inner.command.parse_args(inner, ["ART", "-o", "x", "--reuse_cache", "--use_kv_cache"])
+    assert capsys.readouterr().err == f"measure: {said}\n"
+
+
+def words_of(spelling):
+    """The words of a row, with whether a value follows them."""
+    match spelling:
+        case Becomes():
+            yield spelling.words, spelling.value
+        case Instead():
+            yield spelling.words, False
+        case Beside():
+            yield from words_of(spelling.then)
+            yield from words_of(spelling.otherwise)
+        case ByValue():
+            for found in (*spelling.words.values(), spelling.otherwise):
+                yield from [(found, False)] if isinstance(found, tuple) else words_of(found)
 
 
 @pytest.mark.parametrize("verb", TABLES)
 def test_every_spelling_leads_to_options_that_are_there(verb):
-    command, table = TABLES[verb]
-    options = options_of(command, click.Context(command))
-    assert not table.keys() & options.keys()  # an own option would never be looked up
-    for name, spelling in table.items():
+    inner = context(verb)
+    options = options_of(inner.command, inner)
+    for name, spelling in TABLES[verb].items():
         assert "_" not in name
-        if isinstance(spelling, Becomes):
-            assert not spelling.words or spelling.words[0] in options
-            assert (
-                spelling.value
-                or not spelling.words
-                or options[spelling.words[0]].is_flag == (len(spelling.words) == 1)
-            )
+        if name in options:  # an own option is never looked up
+            continue
+        for words, value in words_of(spelling):
+            rest = [*words, *(["value"] if value and "{}" not in words else [])]
+            while rest:
+                option = options[rest.pop(0)]
+                if not option.is_flag:
+                    rest.pop(0)
 
 
 @pytest.mark.parametrize("verb", TABLES)
 def test_a_refusal_names_the_option_and_what_to_use(verb, capsys):
-    for name in (
-        name for name, spelling in TABLES[verb][1].items() if isinstance(spelling, Instead)
-    ):
-        assert exit_code(cli, [verb, "nowhere", name.replace("-", "_").replace("__", "--", 1)]) == 2
+    inner = context(verb)
+    options = options_of(inner.command, inner)
+    refused = [
+        (name, spelling)
+        for name, spelling in TABLES[verb].items()
+        if isinstance(spelling, Instead) and name not in options
+    ]
+    for name, spelling in refused:
+        underscored = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        words = [verb, "nowhere", underscored]
+        assert exit_code(cli, words + ["value"] * (spelling.values > 0)) == 2
         printed = capsys.readouterr().err
         assert name in printed and "fix: " in printed and "Traceback" not in printed
+        assert spelling.remedy in printed and "here it is `quantflow " in printed
 
 
-def test_an_option_without_its_value_is_refused():
-    with pytest.raises(UsageError, match="--peft-model without a value; give one"):
-        own("generate", "ART --peft_model")
+def test_all_problems_of_a_line_are_one_error():
+    error = refusal("generate", "--token", "x", "--book_source", "--peft_model")
+    assert error.cause == (
+        "generate: --token, --book-source are other programs' options; --peft-model without a "
+        "value; Missing argument 'ARTIFACT'"
+    )
+    assert error.remedy == (
+        "--token: set HF_TOKEN, so that the token stands in no command line; --book-source: give a "
+        "text: --prompts book.txt; --peft-model: give one; here it is `quantflow generate "
+        "--prompts book.txt ARTIFACT`"
+    )
+    error = refusal("quantize", "M", "--xyzzyx", "3", "--samples", "few", "--token", "x")
+    assert error.cause == (
+        "quantize: --token is another program's option; No such option '--xyzzyx'; Invalid value "
+        "for '--samples': 'few' is not a valid integer; Missing option '-o' / '--output'"
+    )
+    assert error.remedy.endswith("command line; see `quantflow quantize --help`")
+
+
+def test_one_problem_that_is_ours_is_in_clicks_own_words():
+    inner = context("export")
+    with pytest.raises(click.NoSuchOption, match="--formt"):
+        inner.command.parse_args(inner, ["A", "-o", "B", "--formt", "inc"])
+    with pytest.raises(click.MissingParameter):
+        inner.command.parse_args(inner, ["A"])
+
+
+def test_work_of_another_verb_is_shown_in_its_spelling():
+    words = ("-m", "M", "--ipex-weight-only-quantization", "--gptq", "--output-dir", "out")
+    remedy = refusal("bench", *words).remedy
+    assert remedy == (
+        "quantize first, and name that folder here; here it is "
+        "`quantflow quantize --scheme W4A16 --algorithm gptq M --output out`"
+    )
+    # whatever their order
+    assert own("quantize", ["--gptq", "--ipex-weight-only-quantization", "-m", "M"])[:4] == [
+        "--scheme",
+        "W4A16",
+        "--algorithm",
+        "gptq",
+    ]
+
+
+def test_stages_understand():
+    line = "-m M --world_size 8 --bf16 --max_input_tokens 512 --limit_iters 9"
+    expected = "--dtype bfloat16 M --ranks 8 --tp 8 --sequence-length 512 --samples 9"
+    assert own("measure", line) == expected.split()
+    assert own("quantize", "-m M --ipex-smooth-quant --alpha 0.8 --int8 --output-dir out") == (
+        ["--scheme", "W8A8_STATIC", "M", "--smoothquant", "0.8", "--output", "out"]
+    )
+    assert own("export", "-m M --save-path out --max-shard-size 500MB") == (
+        ["M", "--output", "out", "--shard-size", "500MB"]
+    )
+    assert own("export", "A -o B --dtype bf16") == ["A", "-o", "B", "--dtype", "bf16"]
+    assert own("export", "A -o B --dtype float16") == ["A", "-o", "B", "--dtype", "f16"]
+    assert own("validate", "-m M --dtype int8 --tasks a") == ["M", "--tasks", "a"]
+    assert own("unify", "-r 2 -m in -o out") == ["--ranks", "2", "-m", "in", "-o", "out"]
+    assert own("validate", "-m M --quantized-model-path out/best_model.pt --tasks a") == (
+        ["out", "--baseline", "M", "--tasks", "a"]
+    )
+    assert own("serve", "--model-id M --quantize gptq --num-shard 1 --hostname 0.0.0.0") == (
+        ["M", "--host", "0.0.0.0"]
+    )
+
+
+def test_the_variables_of_tgis_launcher_are_its_options(monkeypatch):
+    def parsed(*words, **variables):
+        for name in ("MODEL_ID", "REVISION", "QUANTIZE", "NUM_SHARD", "MAX_TOTAL_TOKENS", "PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        inner = context("serve")
+        inner.command.parse_args(inner, list(words))
+        return inner.params
+
+    found = parsed(MODEL_ID="M", REVISION="v1", QUANTIZE="gptq", MAX_TOTAL_TOKENS="64", PORT="81")
+    assert found["artifact"] == "M" and found["revision"] == "v1"
+    assert found["max_total_tokens"] == 64 and found["port"] == 81
+    found = parsed("other", "--port", "82", MODEL_ID="M", REVISION="v1", PORT="81")
+    assert found["artifact"] == "other" and found["port"] == 82
+    # much else has a revision
+    assert parsed("M", REVISION="v1")["revision"] is None
+    with pytest.raises(UsageError) as error:
+        parsed(MODEL_ID="M", NUM_SHARD="8", QUANTIZE="eetq")
+    assert "QUANTIZE, NUM_SHARD are other programs' options" in error.value.cause
+    assert "here it is `quantflow serve M --engine vllm --tensor-parallel 8`" in error.value.remedy
 
 
 def test_a_temperature_of_zero_is_greedy():
