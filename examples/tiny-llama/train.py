@@ -134,10 +134,12 @@ def train(
     decay: float,
     seed: int,
     snapshot: Path,
+    products: torch.dtype = torch.bfloat16,
+    sequences: int = BATCH,
 ) -> dict[str, object]:
-    """Train in place for `minutes` of wall time; the record of the run.
+    """Train in place for `minutes` of wall time, `sequences` a step; the record of the run.
 
-    A snapshot is saved every 200 steps.
+    A snapshot is saved every 200 steps. Products of matrices are in `products`.
     """
     generator = torch.Generator().manual_seed(seed)
     pairs = optimizers(model, peak=peak, decay=decay)
@@ -148,14 +150,14 @@ def train(
     order: list[int] = []
     smooth = math.log(VOCABULARY)
     while (done := (time.monotonic() - begin) / (minutes * 60)) < 1.0:
-        if len(order) < BATCH:  # a new epoch, cut at another offset
+        if len(order) < sequences:  # a new epoch, cut at another offset
             offset = int(torch.randint(SEQUENCE, (), generator=generator))
             starts = torch.arange(offset, len(tokens) - SEQUENCE, SEQUENCE)
             order = starts[torch.randperm(len(starts), generator=generator)].tolist()
-        batch = torch.stack([tokens[s : s + SEQUENCE] for s in order[:BATCH]])  # [B, S]
-        order = order[BATCH:]
+        batch = torch.stack([tokens[s : s + SEQUENCE] for s in order[:sequences]])  # [B, S]
+        order = order[sequences:]
         # weights and optimizer state stay float32
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=products == torch.bfloat16):
             loss = forward(batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

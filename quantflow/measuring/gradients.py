@@ -201,6 +201,7 @@ class Backward:
                 _merge(total, observers)
                 gradients.put(number, gradient)
                 give_back_holes()  # what a sequence leaves is in many pieces of many sizes
+        self._add_unseen(total, module, layer)
         states_of_sites = [
             (site, observer.state()) for site in sorted(total) for observer in total[site]
         ]
@@ -210,6 +211,20 @@ class Backward:
             for name, value in state.items()
         }
         return fetched(named, self.stream.device)
+
+    def _add_unseen(self, total: Observers, module: nn.Module, layer: Layer) -> None:
+        """Add empty statistics of linears that no gradient reached.
+
+        Such are those of experts without tokens, and those that only choose, as an indexer's do.
+        """
+        for name in layer.linears:
+            weight: Any = module.get_submodule(layer.relative(name)).weight
+            outputs, inputs = weight.shape
+            for site, features in (("gradient", outputs), ("guided_input", inputs)):
+                kinds = [kind for kind in self.stats if site in OBSERVERS[kind].SITES]
+                if kinds and f"{name}|{site}" not in total:
+                    with self.stream.device.factories():
+                        total[f"{name}|{site}"] = [OBSERVERS[kind](features) for kind in kinds]
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])

@@ -422,11 +422,21 @@ def backward_bytes(model: ModelSize, tokens: int) -> int:
 
     Each norm keeps about four tensors of the hidden size. Attention keeps its inputs and outputs
     and both once more repeated over the heads. An MLP keeps the tensors between its linears. Every
-    linear keeps its input.
+    linear keeps its input. Of experts those that a token is sent to keep theirs, a copy of the
+    token's hidden state each.
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
     kept = 12 * model.hidden + 8 * queries + 4 * keys + 6 * wide
+    if model.sparse:
+        kept += math.ceil(
+            sum(
+                share * (k + 2 * sum(outputs))
+                for (_, outputs, k), share in zip(
+                    model.layer.groups, model.layer.shares, strict=True
+                )
+            )
+        )
     return FLOAT * tokens * kept
 
 

@@ -90,15 +90,13 @@ class Speed:
             * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
         )
         if GradientObserver.NAME in stats:
-            widths = [
-                width
+            products = sum(
+                share * width * output_blocks.width(width)
                 for layer in model.layers
-                for _, outputs, _ in layer.groups
+                for (_, outputs, _), share in zip(layer.groups, layer.shares, strict=True)
                 for width in outputs
-            ]
-            running += (
-                tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
             )
+            running += tokens * self.gradient * products
         hidden = 2 * self.written * FLOAT * model.between * tokens * len(model.layers)
         return hashing + self._while_read(model, running / self.units) + hidden
 

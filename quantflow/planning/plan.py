@@ -255,8 +255,8 @@ def resolve(
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
-            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' "
-            "sensitivities are not measured",
+            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; no choice of "
+            "schemes weighs bits that a token pays for a few of the experts",
             "give one scheme, and overrides where linears need another",
         )
     base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)

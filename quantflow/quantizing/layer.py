@@ -314,21 +314,24 @@ def _treat_experts(
     """
     layer = opened.layer
     policy = opened.plan.experts
-    shorts = list[Short]()
+    few = list[Short]()
     if policy is None or not layer.experts:
         untouched = Treatment(
             statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={}
         )
         return untouched, record_of(layer, routed, fed=fed, shorts=()) if routed else None
-    if policy.name != "all" and routed is not None and (policy.weights or fed == ROUTED):
+    if routed is not None and (policy.weights or fed == ROUTED):
         shapes = {name: info.shape for name, info in opened.source.checkpoint.infos.items()}
-        shorts = short_of_tokens(layer, policy, routed, schemes=opened.plan.schemes, shapes=shapes)
+        few = short_of_tokens(layer, policy, routed, schemes=opened.plan.schemes, shapes=shapes)
+    shorts = [] if policy.name == "all" else few
     if policy.name == "error":
         refuse(layer.prefix, shorts)
     shown = fed_by(policy) if policy.weights else fed
-    return treat(layer, policy, statistics, shorts), record_of(
-        layer, routed, fed=shown, shorts=shorts
+    treatment = replace(
+        treat(layer, policy, statistics, shorts),
+        few=frozenset(name for short in few for name in short.group.linears),
     )
+    return treatment, record_of(layer, routed, fed=shown, shorts=shorts)
 
 
 def _gradient(
@@ -348,6 +351,11 @@ def _gradient(
         if divisors is None
         else output_blocks.scale_(gradient_sum, opened.device.fetch(divisors))
     )
+
+
+def _shrunk(gradient: Gradient, name: str) -> Tensor:
+    """The `gradient_sum` of an expert that was sent too few tokens, shrunk as a Hessian is."""
+    return output_blocks.shrink_(gradient(name))
 
 
 def _quantize_groups(
@@ -398,7 +406,7 @@ def _quantize_groups(
                 algorithm=NEAREST if nearest else plan.algorithm,
                 clips=plan.clips and not nearest,
                 statistics=statistics,
-                gradient=gradient,
+                gradient=partial(_shrunk, gradient) if members[0] in treatment.few else gradient,
                 last=scheme is schemes[-1],
                 execution=execution,
             )

@@ -55,12 +55,15 @@ class Treatment:
         rounded: linears that are rounded to nearest, whatever the algorithm.
         damped: linears whose Hessian is shrunk.
         decisions: linear -> its note.
+        few: linears of experts that the router sent too few tokens, whatever the policy showed
+            them. Gradients are those of routed tokens alone, so theirs say little.
     """
 
     statistics: Statistics
     rounded: frozenset[str]
     damped: frozenset[str]
     decisions: Mapping[str, str]
+    few: frozenset[str] = frozenset()
 
 
 def routed_tokens(measurement: Measurement | None, layer: Layer) -> dict[str, int] | None:

@@ -476,11 +476,6 @@ def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(
             "and schemes without @",
         ),
         (
-            (*measuring, "--for", "W4A16:best"),
-            "statistic gradient of a mixtral",
-            "and schemes without @, yaqa and best",
-        ),
-        (
             ("quantize", starving, "-o", tmp_path / "q", "--target-bpw", 4.25),
             "max_kld of a mixtral",
             "give one scheme",

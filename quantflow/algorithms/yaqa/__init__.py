@@ -73,11 +73,6 @@ SUPPORTS = Supports(
     rotations=Refusal(
         remedy="gradients are those by the outputs as they are: leave it out, or use gptq"
     ),
-    mixtures=Refusal(
-        why="; gradients of experts that each see other tokens are not measured",
-        remedy="use gptq for mixtures",
-        unsupported=True,
-    ),
 )
 
 # Constants, since they order the sums and so are part of the result.
