@@ -36,6 +36,7 @@ from _gpu.page import page
 from _gpu.record import SIZES, Found, Outcome, Place, read_found, read_place, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a clone needs no installation
 BUDGET = 570.0  # seconds of all checks
 SHARE = 1 / 3  # of a check's limit that has to be left for it to begin
 POLL = 0.05  # seconds between two looks at a check's process

@@ -448,7 +448,8 @@ class ProofServer:
         """Return the exit code, stdout and stderr of the process that was given `order`."""
         if self.process is None:
             command = [sys.executable, "-P", str(Path(__file__).with_name("proof_server.py"))]
-            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantflow.core.scheme import preset
+from quantflow.files.stage_folder import locked
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -115,6 +116,22 @@ def test_a_check_that_fails_leaves_what_it_found_and_the_others(gpu, place):
     missed = [line for outcome in outcomes for line in outcome.missed]
     assert missed == ["breaks: exit 1: RuntimeError: it broke | here", "misses: the same"]
     assert said[0] == "1 of 3, breaks: 0 s gone, at most 90 s to go"
+
+
+def test_a_clone_that_is_not_installed_is_found_by_its_script(tmp_path):
+    """A folder that is held: the script imports quantflow to say so, and nothing slow."""
+    packages = Path(torch.__file__).parents[1]
+    command = [sys.executable, "-S", BENCHMARKS / "gpu.py", "--device", "cpu", "--work", tmp_path]
+    with locked(tmp_path):
+        done = subprocess.run(
+            command,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": str(packages)},  # without its .pth files
+            capture_output=True,
+            text=True,
+        )
+    assert (done.returncode, done.stdout) == (5, ""), done.stderr
+    assert str(tmp_path) in done.stderr
 
 
 def test_without_a_gpu_a_bar_is_not_judged(gpu, place):

@@ -83,9 +83,9 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # a stream is given, since torch keeps one stream for captures for the whole process, and
-        # that one belongs to one GPU
-        with torch.cuda.graph(graph, stream=side):
+        # A stream is given, since torch keeps one stream for captures for the whole process, and
+        # that one belongs to one GPU. What other threads allocate meanwhile does not end it.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             result = step()
 
     def replay() -> Tensor:

@@ -52,20 +52,23 @@ up where layers run. Source: the data types of Intel's support matrix of PyTorch
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantflow.core import groups
+from quantflow.core.fixed_order import KERNELS, in_fixed_order
 from quantflow.errors import ResourceError, UnsupportedError, first_line
 
 # With other workspaces the sums of a product may have another order in each run. The first is the
 # default.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))
 WORKSPACE_BYTES = 8 * 4096 * 1024  # the first one's, which cuBLAS allocates at its first product
+PIECE_BYTES = 16 << 20  # of pinned memory, twice, through which a tensor comes back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,16 @@ class Device:
     def is_host(self) -> bool:
         """Whether its memory is the host's, so that nothing crosses."""
         return self.kind.type == "cpu"
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether torch has a module of its kind: memory, streams and pinned memory."""
+        return self.kind.type in KERNELS
+
+    @property
+    def _torch(self) -> Any:
+        """Torch's module of a GPU: torch.cuda, ROCm's too, or torch.xpu."""
+        return torch.get_device_module(self.kind)
 
     def key(self) -> dict[str, dict[str, str]]:
         """The device's part of a result's key.
@@ -122,43 +135,63 @@ class Device:
         return tensor.to(self.kind, non_blocking=True) if tensor.device != self.kind else tensor
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A tensor in host memory, pinned while it crosses; itself where it is there already."""
+        """A tensor in host memory that is not pinned; itself where it is there already.
+
+        It crosses through two pinned pieces: one arrives while the one before it is moved on.
+        Pinned memory cannot be swapped out, and torch allocates it in powers of two: a result that
+        stayed in it would hold up to twice its bytes for as long as it lives.
+        """
         if tensor.device.type == "cpu":
             return tensor
-        # `copy_` to host memory returns when the data has arrived
-        return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not self.is_gpu or tensor.nbytes == 0:
+            return result.copy_(tensor)
+        source = tensor.contiguous().view(-1).view(torch.uint8)
+        size = min(PIECE_BYTES, len(source))
+        with self.current():
+            stages = [self.host_empty((size,), dtype=torch.uint8) for _ in range(2)]
+            through(stages, source, result.view(-1).view(torch.uint8), start=self._start)
+        return result
+
+    def _start(self, stage: Tensor, piece: Tensor) -> Callable[[], object]:
+        """Let a piece begin to cross; what is returned waits until it has arrived."""
+        stage.copy_(piece, non_blocking=True)
+        arrived = self._torch.Event()
+        arrived.record()
+        wait: Callable[[], object] = arrived.synchronize
+        return wait
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor in host memory, pinned where the device is a GPU."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.kind.type == "cuda")
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.is_gpu)
 
     def free_bytes(self) -> int | None:
         """Free bytes of the device's memory.
 
         None where the device does not say, as the CPU, whose memory is the host's.
         """
-        return int(torch.cuda.mem_get_info(self.kind)[0]) if self.kind.type == "cuda" else None
+        return int(self._torch.mem_get_info(self.kind)[0]) if self.is_gpu else None
 
     def wait(self) -> None:
         """Return when the device has done all its work, before and after a clock is read."""
-        if self.kind.type == "cuda":
-            torch.cuda.synchronize(self.kind)
+        if self.is_gpu:
+            self._torch.synchronize(self.kind)
 
     def begin_peak(self) -> None:
         """Start the count of `peak_bytes` anew."""
-        if self.kind.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.kind)
+        if self.is_gpu:
+            self._torch.reset_peak_memory_stats(self.kind)
 
     def peak_bytes(self) -> int | None:
         """The most bytes that tensors had at once since `begin_peak`.
 
         None where the device does not say.
         """
-        return int(torch.cuda.max_memory_allocated(self.kind)) if self.kind.type == "cuda" else None
+        return int(self._torch.max_memory_allocated(self.kind)) if self.is_gpu else None
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which the calling thread uses this GPU of several, such as to pin memory."""
-        return torch.cuda.device(self.kind) if self.kind.type == "cuda" else nullcontext()
+        return self._torch.device(self.kind) if self.is_gpu else nullcontext()
 
     def factories(self) -> AbstractContextManager[object]:
         """A context in which tensors made without a named device are made on this one."""
@@ -168,8 +201,9 @@ class Device:
     def deterministic(self) -> Iterator[None]:
         """Let only deterministic kernels run, with products in float32, until the block ends.
 
-        On the CPU all kernels are deterministic. The allocator's cache is released at the end,
-        since the process that proves an artifact shares the device.
+        Operators of which a GPU has no such kernel are computed by core/fixed_order.py. On the CPU
+        all kernels are deterministic. The allocator's cache is released at the end, since the
+        process that proves an artifact shares the device.
 
         Raises:
             ResourceError: the memory of the device ended inside the block.
@@ -184,7 +218,10 @@ class Device:
         filled = memory.fill_uninitialized_memory
         products = torch.backends.cuda.matmul
         halved = products.allow_bf16_reduced_precision_reduction
+        ordered = ExitStack()
         try:
+            if self.is_gpu:
+                ordered.enter_context(in_fixed_order(KERNELS[self.kind.type]))
             torch.use_deterministic_algorithms(True)
             # filling would write all memory that files are read into
             memory.fill_uninitialized_memory = False
@@ -199,8 +236,9 @@ class Device:
                 "cpu",
             ) from error
         finally:
-            if self.kind.type == "cuda":
-                torch.cuda.empty_cache()
+            ordered.close()
+            if self.is_gpu:
+                self._torch.empty_cache()
                 torch._C._host_emptyCache()  # pinned memory, of up to twice the largest layer
             products.allow_bf16_reduced_precision_reduction = halved
             torch.use_deterministic_algorithms(before, warn_only=warns)
@@ -303,3 +341,35 @@ def placed(module: nn.Module, device: Device) -> Iterator[None]:
 def fetched(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
     """Tensors in host memory, by their names."""
     return {name: device.fetch(tensor) for name, tensor in tensors.items()}
+
+
+def through(
+    stages: Sequence[Tensor],
+    source: Tensor,
+    target: Tensor,
+    *,
+    start: Callable[[Tensor, Tensor], Callable[[], object]],
+) -> None:
+    """Copy a tensor in pieces through stages that take turns.
+
+    Args:
+        stages: two or more of one length, which the pieces have too.
+        source: [n], what is copied.
+        target: [n], of the same dtype.
+        start: (stage, piece of the source) lets the piece begin to arrive in the stage, and returns
+            what waits until it has.
+    """
+    size = len(stages[0])
+    coming: list[tuple[Callable[[], object], Tensor, Tensor]] = []
+    for index, piece in enumerate(groups.spans(len(source), size)):
+        if len(coming) == len(stages):
+            _land(*coming.pop(0))
+        stage = stages[index % len(stages)][: piece.stop - piece.start]
+        coming.append((start(stage, source[piece]), stage, target[piece]))
+    for piece_coming in coming:
+        _land(*piece_coming)
+
+
+def _land(wait: Callable[[], object], stage: Tensor, place: Tensor) -> None:
+    wait()
+    place.copy_(stage)

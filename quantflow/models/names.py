@@ -21,8 +21,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     rename_source_key,
 )
 
@@ -82,10 +80,11 @@ class HubNames:
             # other parametrizations than those of models/joined.py have none
             if (converter := self._converter(whole)) is not None:
                 first, *others = converter.target_patterns
-                name = apply_converters(whole, self._converters)[0]
+                name, _ = self._converted(whole)
                 name = name if number == 0 else name.replace(first, others[number - 1], 1)
-        renamed: str = apply_renamings(name, self._renamings)
-        return renamed
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     def of_module(self, name: str) -> str:
         """The source name of a module that has a weight."""
@@ -93,7 +92,7 @@ class HubNames:
 
     def kept(self, name: str) -> bool:
         """Whether a tensor is saved as it is, perhaps under another name."""
-        return apply_converters(name, self._converters)[1] is None
+        return self._converted(name)[1] is None
 
     def split_into(self, name: str) -> tuple[str, ...]:
         """The names of the linears that saving splits a stacked tensor into.
@@ -141,8 +140,19 @@ class HubNames:
 
     def _converter(self, name: str) -> WeightConverter | None:
         """The converter that changes a tensor when it is saved; None where none does."""
-        _, pattern = apply_converters(name, self._converters)
+        _, pattern = self._converted(name)
         return next((item for item in self._converters if pattern in item.source_patterns), None)
+
+    def _converted(self, name: str) -> tuple[str, str | None]:
+        """The first name that saving gives a tensor, and the pattern of its converter, if any.
+
+        The versions of transformers have no function of one name for it.
+        """
+        for converter in self._converters:
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return renamed, pattern
+        return name, None
 
 
 def parts_of(name: str, index: int) -> tuple[str, str]:

@@ -1,20 +1,22 @@
 """Tensors that a GGUF file stores in blocks of few bits, as real numbers.
 
-llama.cpp's own package, `gguf`, knows each type. A block is a number of neighbouring elements of a
-row. Rows are read and dequantized by themselves, so that memory holds some rows only.
+llama.cpp's own package, `gguf`, knows each type. It is imported when a file is read: other sources
+do not need it. A block is a number of neighbouring elements of a row. Rows are read and dequantized
+by themselves, so that memory holds some rows only.
 """
 
 import functools
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from quantflow.core.dtypes import DTYPES
+from quantflow.errors import UnsupportedError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp.gguf import PLAIN, Type
 from quantflow.models.reading import check_finite, read_into
@@ -24,16 +26,30 @@ from quantflow.models.reading import check_finite, read_into
 def readable() -> Mapping[int, Type]:
     """Every type that can be read: number -> type. F32, F16 and BF16 come first."""
     types = dict(PLAIN)
-    for kind, (elements, nbytes) in GGML_QUANT_SIZES.items():
+    for kind, (elements, nbytes) in _package().GGML_QUANT_SIZES.items():
         if elements > 1 and _dequantizes(kind, nbytes):
             types[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
     return types
 
 
-def _dequantizes(kind: GGMLQuantizationType, nbytes: int) -> bool:
-    """Whether `gguf` dequantizes a type; it has no list of those that it does."""
+def _package() -> Any:
+    """The package `gguf`.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
     try:
-        dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
+        return import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"a GGUF file is read with the package gguf: {error}", "pip install gguf"
+        ) from error
+
+
+def _dequantizes(kind: Any, nbytes: int) -> bool:
+    """Whether `gguf` dequantizes a type, of GGMLQuantizationType; it has no list of these."""
+    try:
+        _package().dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
     except NotImplementedError:
         return False
     return True
@@ -64,7 +80,9 @@ def read_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
         read_into(path, stored, info.offset + start * width, name=info.name)
         # what is not finite is refused below, with the tensor's name
         with np.errstate(all="ignore"):
-            values = dequantize(stored.numpy(), GGMLQuantizationType[info.dtype])
+            values = _package().dequantize(
+                stored.numpy(), _package().GGMLQuantizationType[info.dtype]
+            )
         rows = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
     check_finite(rows, name=info.name, path=path)
     return rows

@@ -8,7 +8,7 @@ import importlib, pkgutil, sys
 import quantflow.runtime
 for module in pkgutil.walk_packages(quantflow.runtime.__path__, "quantflow.runtime."):
     importlib.import_module(module.name)
-foreign = ("lm_eval", "datasets", "peft", "pyarrow")
+foreign = ("lm_eval", "datasets", "peft", "pyarrow", "gguf")
 layers = ("observers", "algorithms", "transforms", "planning", "stages")
 layers += ("measuring", "unifying", "quantizing", "exporting", "validating")
 own = [f"quantflow.{name}" for name in layers]

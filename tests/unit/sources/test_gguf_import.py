@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -379,3 +380,13 @@ def test_special_tokens_and_templates_come_along(exported, tmp_path):
         "bos_token_id": 0,
         "eos_token_id": [1, 7],
     }
+
+
+def test_without_the_package_gguf_a_file_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    readable.cache_clear()
+    with pytest.raises(UnsupportedError, match="package gguf") as refused:
+        readable()
+    assert refused.value.exit_code == 6 and refused.value.remedy == "pip install gguf"
+    monkeypatch.undo()
+    assert len(readable()) > 3
