@@ -104,8 +104,8 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gaudi_export",
         ),
         "gguf": Exporter(
-            takes="a model as it is, or an artifact: in llama.cpp's types where it was quantized "
-            "to them, else dequantized",
+            takes="a model as it is, or an artifact: in llama.cpp's types or MXFP4 where it was "
+            "quantized to them, else dequantized",
             reader="llama.cpp and its own quantizers",
             options=("dtype",),
             module="quantflow.exporting.gguf_export",

@@ -1,19 +1,21 @@
 """Stage 4 for llama.cpp: a model or an artifact as one GGUF file.
 
-Reads    a model folder with its tokenizer, or what `quantflow export` wrote
+Reads    a model folder with its tokenizer, what `quantflow export` wrote, or a folder that another
+         program quantized
 Writes   <o>: model-<dtype or type>.gguf and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
 Fails    2 a dtype that does not hold a tensor, 3 unusable input, 5 the folder is held or the disk
          is full, 6 a family, tokenizer or rotary embedding that is not written, 7 the file is not
          what was written
 
-Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its
-other matrices get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the
-scales of least squared error: the head Q6_K where its rows fit, Q8_0 otherwise, the embedding the
-linears' usual type, or the head's where the two are one. With a dtype, and for all other models,
-matrices have the chosen dtype. Vectors (norms, biases) have float32. A piece of a tensor is in
-memory at a time. Before the folder appears the file is read again: its header, and every tensor
-against the source.
+Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit, and
+so do those of MXFP4, beside which everything else keeps its dtype. The artifact's other matrices
+get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least
+squared error: the head Q6_K where its rows fit, Q8_0 otherwise, the embedding the linears' usual
+type, or the head's where the two are one. With a dtype, and for all other models, matrices have the
+chosen dtype. Vectors (norms, biases) and routers have float32. The experts of a layer are one
+tensor. A piece of a tensor is in memory at a time. Before the folder appears the file is read
+again: its header, and every tensor against the source.
 """
 
 from collections import Counter
@@ -39,9 +41,10 @@ from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.encoding import encode
+from quantflow.formats.llama_cpp.experts import FileTensor, file_tensors
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors
-from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
-from quantflow.formats.llama_cpp.tokenizer import vocabulary
+from quantflow.formats.llama_cpp.tensors import Place, row_order, rows_at_once
+from quantflow.formats.llama_cpp.tokenizer import APPROXIMATE, vocabulary
 from quantflow.models.reading import bytes_of, read_into
 from quantflow.planning.cost import BUFFERS, LIBRARIES, MemoryNeed
 from quantflow.planning.resources import grant
@@ -53,6 +56,8 @@ PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # by the linears' usual type, as llama.cpp's quantizer has it
 _HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"
+# of keys that are transposed, which cannot stay in the blocks of their rows
+_TRANSPOSED = "Q8_0"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
@@ -62,14 +67,16 @@ class GGUFPlan:
 
     Attributes:
         layout: places in the file.
-        places: name in the file -> place in the source.
+        tensors: name in the file -> its parts in the source.
         computed: name in the file -> float32 tensor that the source does not have.
+        remark: sentence on what llama.cpp does otherwise; None where nothing is known.
         working_bytes: bytes that rounding takes beside the pieces.
     """
 
     layout: gguf.GGUFFilePlan
-    places: dict[str, Place]
+    tensors: dict[str, FileTensor]
     computed: dict[str, Tensor]
+    remark: str | None = None
     working_bytes: int = 0
 
 
@@ -128,7 +135,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
 
 def _own_dtype(weights: GGUFWeights) -> str:
     """The dtype of the source's embedding, the first tensor of the file."""
-    name = places(weights.config, weights.shapes)[0].source
+    name = file_tensors(weights.config, weights.shapes)[0].parts[0].source
     stored_dtype = weights.dtypes[name]
     if stored_dtype not in gguf.TYPES:
         raise UsageError(
@@ -164,18 +171,20 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
     config, dtype = weights.config, MIXTURES.get(kind, kind)
-    by_name = {place.name: place for place in places(config, weights.shapes)}
+    by_name = {tensor.name: tensor for tensor in file_tensors(config, weights.shapes)}
     factors = rope_factors(config)
     computed = {} if factors is None else {ROPE_FACTORS: factors}
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in computed.items()}
     specs |= {
-        name: (_type_of(place, weights, dtype), place.shape) for name, place in by_name.items()
+        name: (_type_of(tensor, weights, dtype, tied=HEAD not in by_name), tensor.shape)
+        for name, tensor in by_name.items()
     }
     rounded = [
-        place
-        for name, place in by_name.items()
-        if specs[name][0] in gguf.BLOCKS and place.source not in weights.blocks
+        tensor.parts[0]
+        for name, tensor in by_name.items()
+        if specs[name][0] in gguf.BLOCKS and not _stays(tensor, weights)
     ]
+    words = vocabulary(weights.folder, config)
     values = {
         **metadata(config),
         "general.type": ("string", "model"),
@@ -185,29 +194,59 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
             if dtype in gguf.BLOCKS
             else {}
         ),
-        **vocabulary(weights.folder, config),
+        **words,
     }
     working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
     return GGUFPlan(
-        layout=gguf.layout(values, specs), places=by_name, computed=computed, working_bytes=working
+        layout=gguf.layout(values, specs),
+        tensors=by_name,
+        computed=computed,
+        remark=APPROXIMATE.get(words.get("tokenizer.ggml.pre", ("string", ""))[1]),
+        working_bytes=working,
     )
 
 
-def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
-    """The type of a tensor of the file; linears have `dtype` where their rows fit it."""
-    if len(place.shape) == 1:
+def _type_of(tensor: FileTensor, weights: GGUFWeights, dtype: str, *, tied: bool) -> str:
+    """The type of a tensor of the file; linears have `dtype` where their rows fit it.
+
+    Raises:
+        UsageError: the experts of a layer have several types.
+    """
+    if len(tensor.shape) == 1 or tensor.float32:
         return "F32"
     if dtype not in gguf.BLOCKS:
         return dtype
-    if place.source in weights.blocks:
-        return weights.blocks[place.source]
-    if place.name not in (EMBEDDING, HEAD):  # a linear that was left as it is
-        return weights.dtypes[place.source]
-    tied = HEAD not in {other.name for other in places(weights.config, weights.shapes)}
-    wanted = dtype if place.name == EMBEDDING and not tied else _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
+    source = tensor.parts[0].source
+    if tensor.transposed and source in weights.blocks:
+        fits = tensor.shape[-1] % BLOCK_TYPES[_TRANSPOSED].elements == 0
+        return _TRANSPOSED if fits else "F32"
+    types = {
+        weights.blocks.get(part.source, weights.dtypes[part.source]): part.source
+        for part in tensor.parts
+    }
+    if len(types) > 1:
+        (first, one), (second, other) = list(types.items())[:2]
+        raise UsageError(
+            f"{tensor.name}: {one} is {first} and {other} is {second}; llama.cpp has one type for "
+            "all experts of a layer",
+            "quantize all experts of a layer to one scheme, or give --dtype",
+        )
+    if _stays(tensor, weights):
+        return weights.blocks[source]
+    # a linear that was left as it is, and beside MXFP4 all that is not in it
+    if tensor.name not in (EMBEDDING, HEAD) or dtype not in BLOCK_TYPES:
+        return weights.dtypes[source]
+    wanted = (
+        dtype if tensor.name == EMBEDDING and not tied else _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
+    )
     choices = (wanted, SMALLER.get(wanted, wanted))
-    fitting = (kind for kind in choices if place.shape[1] % BLOCK_TYPES[kind].elements == 0)
-    return next(fitting, weights.dtypes[place.source])
+    fitting = (kind for kind in choices if tensor.shape[1] % BLOCK_TYPES[kind].elements == 0)
+    return next(fitting, weights.dtypes[source])
+
+
+def _stays(tensor: FileTensor, weights: GGUFWeights) -> bool:
+    """Whether a tensor is written in the blocks that it was quantized to."""
+    return tensor.parts[0].source in weights.blocks and not tensor.transposed
 
 
 def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
@@ -224,19 +263,18 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
             f"{path.name}: its header is not what was written", "export again, and check the disk"
         )
     for info in header.tensors.values():
-        place = plan.places.get(info.name)
-        if place is None:
-            written = _file_rows(path, info, 0, info.shape[0])
+        tensor = plan.tensors.get(info.name)
+        if tensor is None:
+            written = _file_rows(path, info, 0, info.shape[0], like=plan.computed[info.name])
             _compare(written, plan.computed[info.name], info, source="what was computed")
             continue
-        position = row_order(place).argsort()  # where in the file each row of the source stands
-        for start, stop in _spans(place, weights):
-            rows = position[start:stop]
-            low = int(rows.min())
-            written = _file_rows(path, info, low, int(rows.max()) + 1)[rows - low]
-            _compare(
-                written, _converted(weights, place, info, start, stop), info, source=place.source
-            )
+        first = 0
+        for part in tensor.parts:
+            for start, stop in _spans(part, weights):
+                expected = _converted(weights, part, info, start, stop)
+                written = _file_rows(path, info, first + start, first + stop, like=expected)
+                _compare(written, expected, info, source=part.source)
+            first += part.shape[0]
 
 
 def _compare(written: Tensor, expected: Tensor, info: TensorInfo, *, source: str) -> None:
@@ -262,24 +300,21 @@ def _pieces(
     Raises:
         UsageError: a tensor that its dtype does not hold.
     """
-    place = plan.places.get(info.name)
-    if place is None:
+    tensor = plan.tensors.get(info.name)
+    if tensor is None:
         yield bytes_of(plan.computed[info.name])
         return
-    order = row_order(place)
-    cast = Cast(place.source, _dtype_of(info))
-    for start, stop in _spans(place, weights):
-        rows = order[start:stop]
-        low = int(rows.min())
-        converted = _converted(weights, place, info, low, int(rows.max()) + 1, cast)
-        yield bytes_of(converted[rows - low])
-    if info.dtype not in gguf.BLOCKS:
-        cast.require_held()
-    elif cast.vanished:
-        lost.append(
-            f"{place.source}: {cast.vanished:,} of {cast.rows:,} rows become 0 in {info.dtype}, "
-            f"whose scales are float16 (their largest value is {cast.left:.3g})"
-        )
+    for part in tensor.parts:
+        cast = Cast(part.source, _dtype_of(info))
+        for start, stop in _spans(part, weights):
+            yield bytes_of(_converted(weights, part, info, start, stop, cast))
+        if info.dtype not in gguf.BLOCKS:
+            cast.require_held()
+        elif cast.vanished:
+            lost.append(
+                f"{part.source}: {cast.vanished:,} of {cast.rows:,} rows become 0 in {info.dtype}, "
+                f"whose scales are float16 (their largest value is {cast.left:.3g})"
+            )
 
 
 def _dtype_of(info: TensorInfo) -> torch.dtype:
@@ -308,13 +343,13 @@ def _converted(
     stop: int,
     cast: Cast | None = None,
 ) -> Tensor:
-    """Rows of the source in the file's dtype, or as the bytes of their blocks.
+    """Rows of the file in its dtype, or as the bytes of their blocks.
 
     Args:
         weights: the source.
-        place: the tensor in the source.
+        place: the part of the tensor.
         info: the tensor in the file.
-        start: first row.
+        start: first row of the part.
         stop: row after the last.
         cast: counts what the rows lose.
 
@@ -322,9 +357,27 @@ def _converted(
         SchemeError: a scale that the type does not hold.
     """
     cast = cast or Cast(place.source, _dtype_of(info))
+    if place.order == "keys":
+        values = _keys(weights, place, start, stop)
+        if info.dtype in gguf.BLOCKS:
+            return encode(place.source, _rounded(place.source, values, info, cast))
+        return cast(values)
+    rows = torch.arange(start, stop) if place.order == "stored" else row_order(place)[start:stop]
+    low, high = int(rows.min()), int(rows.max()) + 1
     if info.dtype in gguf.BLOCKS:
-        return encode(place.source, _quantized(weights, place, info, start, stop, cast))
-    return cast(weights.read(place.source, start, stop))
+        return encode(place.source, _quantized(weights, place, info, low, high, cast))[rows - low]
+    return cast(weights.read(place.source, low, high))[rows - low]
+
+
+def _keys(weights: GGUFWeights, place: Place, start: int, stop: int) -> Tensor:
+    """Rows of transposed keys, those of whole heads, float."""
+    rank, keys = place.shape[0] // place.heads, place.shape[1]
+    both = keys + place.other_rows
+    heads = [
+        weights.read(place.source, head * both, head * both + keys).T  # [rank, keys]
+        for head in range(start // rank, stop // rank)
+    ]
+    return torch.cat(heads).contiguous()
 
 
 def _quantized(
@@ -333,24 +386,32 @@ def _quantized(
     """Rows of a tensor of blocks: as they were quantized, or rounded here, each by itself."""
     if place.source in weights.blocks and weights.read_quantized is not None:
         return weights.read_quantized(place.source, start, stop)
-    scheme = preset(info.dtype)
-    rows = {place.source: weights.read(place.source, start, stop)}
+    return _rounded(place.source, weights.read(place.source, start, stop), info, cast)
+
+
+def _rounded(name: str, rows: Tensor, info: TensorInfo, cast: Cast) -> QTensor:
+    """Rows rounded to the scales of least squared error of a type."""
     scale_dtype = DTYPES[BLOCK_TYPES[info.dtype].scale_dtype]
-    results = rtn_mse.quantize_group(rows, scheme, statistics={}, scale_dtype=scale_dtype)
-    weight = results[place.source].weight
-    cast.compare(rows[place.source], weight.dequantize())
+    results = rtn_mse.quantize_group(
+        {name: rows}, preset(info.dtype), statistics={}, scale_dtype=scale_dtype
+    )
+    weight = results[name].weight
+    cast.compare(rows, weight.dequantize())
     return weight
 
 
-def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
-    """Read rows of a tensor of the file, those of blocks as bytes."""
-    width = info.nbytes // info.shape[0]
-    shape, dtype = (
-        ((width,), torch.uint8)
-        if info.dtype in gguf.BLOCKS
-        else (info.shape[1:], DTYPES[info.dtype])
-    )
-    rows = torch.empty((stop - start, *shape), dtype=dtype)
+def _file_rows(path: Path, info: TensorInfo, start: int, stop: int, *, like: Tensor) -> Tensor:
+    """Read rows of a tensor of the file, those of blocks as bytes.
+
+    Args:
+        path: the file.
+        info: the tensor.
+        start: first row of the file, of all dimensions but the last.
+        stop: row after the last.
+        like: rows of the same shape and dtype.
+    """
+    rows = torch.empty((stop - start, *like.shape[1:]), dtype=like.dtype)
+    width = rows[0].nbytes
     read_into(path, rows, info.offset + start * width, name=info.name)
     return rows
 
@@ -359,11 +420,17 @@ def _report(job: ExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Prog
     """Report remarks for readers of the file."""
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)
-    if window is not None and window < config.max_position_embeddings:
+    if (
+        window is not None
+        and window < config.max_position_embeddings
+        and not any(".attention.sliding_window" in key for key in metadata(config))
+    ):
         progress.say(
             f"{name}: context_length is {window}, the sliding window; llama.cpp has none for "
             "this family"
         )
+    if plan.remark is not None:
+        progress.say(f"{name}: {plan.remark}")
     types = Counter(
         info.dtype for info in plan.layout.tensors.values() if info.dtype in gguf.BLOCKS
     )

@@ -1,5 +1,6 @@
 """The weights for a GGUF file: a model's own files, or an artifact, some rows at a time."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +12,19 @@ from torch import Tensor
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.files.checkpoint import Checkpoint
+from quantflow.exporting.quantized_source import identity_of
+from quantflow.files.checkpoint import CONFIG, Checkpoint
 from quantflow.files.digests import Digests
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.formats import DEFAULT, FORMATS
+from quantflow.formats.llama_cpp.encoding import block_type_of
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
 from quantflow.models.open import open_files
-from quantflow.models.reading import check_finite, read_into
+from quantflow.models.reading import check_finite, read_into, read_tensor
 from quantflow.models.unused import unused_words
 from quantflow.quantizing.weight_rows import decoded_rows
-from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.artifact import Artifact, is_model, open_artifact, open_folder
 
 FORMAT = FORMATS[DEFAULT]
 WORKING = 24 << 20  # bytes: a piece's qvalues as read and unpacked, and rows beside it
@@ -40,9 +43,9 @@ class GGUFWeights:
             as safetensors names it.
         read: function of (name, first row, last row + 1) to these rows, floating and finite.
         blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of
-            BLOCK_TYPES.
-        scheme: scheme of the artifact's recipe; rows that it does not fit have other types in
-            `blocks`.
+            gguf.BLOCKS.
+        scheme: scheme of the artifact's recipe, None of another program's folder; rows that it does
+            not fit have other types in `blocks`.
         read_quantized: function like `read` for the weights in `blocks`.
         working_bytes: bytes that `read` holds at most.
         left_out: sentence about tensors that no module has; None without any.
@@ -66,7 +69,7 @@ class GGUFWeights:
 
 
 def open_weights(folder: Path) -> GGUFWeights:
-    """Open a model or an artifact; the artifact's hashes are compared.
+    """Open a model, an artifact, whose hashes are compared, or what another program quantized.
 
     Raises:
         InputError: it cannot be used.
@@ -75,6 +78,8 @@ def open_weights(folder: Path) -> GGUFWeights:
     """
     if (folder / MANIFEST_NAME).exists():
         return _of_artifact(open_artifact(folder))
+    if (folder / CONFIG).is_file() and not is_model(folder):
+        return _of_artifact(open_folder(folder))  # another program quantized it
     checkpoint = open_files(folder).checkpoint
     config = load_config(checkpoint)
 
@@ -94,15 +99,21 @@ def open_weights(folder: Path) -> GGUFWeights:
 
 def _of_artifact(artifact: Artifact) -> GGUFWeights:
     infos = artifact.checkpoint.infos
+    decode = functools.lru_cache(maxsize=1)(artifact.decode)
+
+    def quantized(linear: str, start: int, stop: int) -> QTensor:
+        if artifact.manifest:
+            return _quantized(artifact, linear, start, stop)
+        return decode(linear).weight.rows(slice(start, stop))  # layouts differ in what rows are
 
     def read(name: str, start: int, stop: int) -> Tensor:
         linear = name.removesuffix(".weight")
         if name == linear or linear not in artifact.linears:
             return _rows(artifact.checkpoint, name, start, stop)
-        return _quantized(artifact, linear, start, stop).dequantize()
+        return quantized(linear, start, stop).dequantize()
 
     def read_quantized(name: str, start: int, stop: int) -> QTensor:
-        return _quantized(artifact, name.removesuffix(".weight"), start, stop)
+        return quantized(name.removesuffix(".weight"), start, stop)
 
     for name, placement in artifact.linears.items():
         if placement.scheme.rotation is not None:
@@ -121,17 +132,17 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
     return GGUFWeights(
         folder=artifact.checkpoint.folder,
         config=artifact.config,
-        identity=artifact.manifest["digest"],
+        identity=identity_of(artifact),
         left_out=unused_words(artifact.checkpoint, done="left out"),
         shapes=shapes,
         dtypes=dtypes,
         read=read,
         blocks={
-            f"{linear}.weight": placement.scheme.weights.block_type
+            f"{linear}.weight": kind
             for linear, placement in artifact.linears.items()
-            if placement.scheme.weights.block_type is not None
+            if (kind := block_type_of(placement.scheme.weights)) is not None
         },
-        scheme=artifact.manifest["recipe"]["scheme"],
+        scheme=artifact.manifest["recipe"]["scheme"] if artifact.manifest else None,
         read_quantized=read_quantized,
         working_bytes=WORKING,
         quantized_inputs=sum(
@@ -178,8 +189,10 @@ def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
             f"{name}: {info.dtype} in {file}, floating numbers of 16 bits or more are needed",
             "check the model",
         )
-    rows = torch.empty((stop - start, *info.shape[1:]), dtype=dtype)
     path = checkpoint.folder / file
+    if info.strides is not None:  # an expert's share of a tensor of all
+        return read_tensor(path, info)[start:stop]
+    rows = torch.empty((stop - start, *info.shape[1:]), dtype=dtype)
     read_into(path, rows, info.offset + start * (info.nbytes // info.shape[0]), name=name)
     check_finite(rows, name=name, path=path)
     return rows

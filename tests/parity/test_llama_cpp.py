@@ -25,7 +25,12 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedTokenizerFast,
+)
 
 from quantflow.exporting import gguf_export
 from quantflow.exporting.job import ExportJob
@@ -35,6 +40,7 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.gguf_mixtures import MIXTURES, publish_mxfp4, write_mixture
 
 pytestmark = pytest.mark.slow
 
@@ -252,6 +258,53 @@ def test_llama_cpp_computes_every_family(call, tmp_path, family_model, family):
     print(f"{family}: largest difference {error:.2e} of the largest logit")
     # llama.cpp's GELU is a table of float16
     assert error < (2e-3 if family == "gpt_neox" else 1e-5)
+
+
+# A sum of experts in another order, and routers whose ties nobody has; measured are 3e-7 to 2e-6.
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of each family of mixtures in f32",
+    environment="LLAMA_CPP_ENV",
+)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_llama_cpp_computes_every_mixture(call, tmp_path, family):
+    model, ids = write_mixture(tmp_path / "m", family), [0, *range(2, 300, 5)]
+    expected = logits_of(model, ids)
+    found, _ = run(call, export(model, tmp_path / "o", "f32"), ids)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    print(f"{family}: largest difference {error:.2e} of the largest logit")
+    assert error < 1e-5
+
+
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of a published gpt-oss, its MXFP4 experts as they are",
+    environment="LLAMA_CPP_ENV",
+)
+def test_llama_cpp_runs_the_experts_of_a_published_gpt_oss_as_they_are(call, tmp_path):
+    """llama.cpp rounds what enters an expert to 8 bits, which is what is left."""
+    model, ids = write_mixture(tmp_path / "m", "gpt_oss"), [0, *range(2, 300, 5)]
+    publish_mxfp4(model)
+    with torch.no_grad():
+        words = Mxfp4Config(dequantize=True)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            model, quantization_config=words, dtype=torch.float32
+        )
+        expected = theirs.eval()(torch.tensor([ids])).logits[0].numpy()
+    dense, _ = run(call, export(model, tmp_path / "f", "f32"), ids)
+    error = float(np.abs(dense - expected).max() / np.abs(expected).max())
+    gguf_export.run(
+        ExportJob(source=model, output=tmp_path / "o", options=Export(format="gguf")),
+        ProgressLine(quiet=True),
+    )
+    blocks, _ = run(call, tmp_path / "o" / "model-mxfp4.gguf", ids)
+    apart = divergence(expected, blocks)
+    print(f"published gpt-oss: float32 {error:.2e} of the largest logit, blocks {apart:.2e} nats")
+    assert error < 1e-5 and apart < 1e-3
 
 
 def test_llama_cpp_computes_what_the_runtime_computes_with_an_artifact(call, tmp_path, ids):

@@ -16,6 +16,7 @@ at 0. d, m and dmin are float16.
 | Q4_K   | d, dmin, steps, nibbles of 64                               | 144   | 256      |
 | Q5_K   | d, dmin, steps, fifths in the order of thirds, nibbles of 64 | 176   | 256      |
 | Q6_K   | nibbles of 128, quarters of the high bits, steps, d         | 210   | 256      |
+| MXFP4  | exponent of the scale, nibbles of e2m1 codes                | 17    | 32       |
 
 | part                    | content                                                             |
 |-------------------------|---------------------------------------------------------------------|
@@ -40,10 +41,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks
+from quantflow.core import blocks, microscaling
 from quantflow.core.block_types import BLOCK_TYPES, BlockType
 from quantflow.core.qtensor import QTensor
+from quantflow.core.scheme import PRESETS, TensorScheme
 from quantflow.errors import SchemeError
+
+MXFP4, _MXFP4_SCHEME = "MXFP4", "MXFP4A16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +67,31 @@ class _Block:
     unsigned: Tensor
 
 
+def block_type_of(scheme: TensorScheme) -> str | None:
+    """Type that holds weights of a scheme as they are, a key of gguf.BLOCKS; None where none does.
+
+    MXFP4 is a scheme of microscaling, whose blocks llama.cpp takes with codes and exponents as
+    they are.
+    """
+    if scheme == PRESETS[_MXFP4_SCHEME].weights:
+        return MXFP4
+    return scheme.block_type
+
+
 def encode(name: str, weight: QTensor) -> Tensor:
     """Blocks of a weight, [O, bytes of a row] uint8.
 
     Args:
         name: name of the linear, for messages.
-        weight: weight of a scheme with a `block_type`.
+        weight: weight of a scheme with a `block_type`, or of MXFP4.
 
     Raises:
         SchemeError: the scheme has no block type, or the type does not hold a scale.
     """
     kind = weight.scheme.block
+    if block_type_of(weight.scheme) == MXFP4:
+        weight.validate(name)
+        return _mxfp4(weight)
     if kind is None:
         raise SchemeError(
             f"{name}: weights of no type of llama.cpp's",
@@ -84,6 +102,14 @@ def encode(name: str, weight: QTensor) -> Tensor:
     unsigned = unsigned.view(len(unsigned), -1, kind.elements)  # [O, B, e]
     parts = _PARTS[kind.name](_Block(name=name, weight=weight, kind=kind, unsigned=unsigned))
     return torch.cat([_bytes(part) for part in parts], dim=-1).flatten(1)  # [O, B * bytes]
+
+
+def _mxfp4(weight: QTensor) -> Tensor:
+    """Blocks of MXFP4, [O, B * 17] uint8: of 32 codes the first half low."""
+    pairs = microscaling.pack_e2m1(weight.qvalue)  # [O, I / 2], neighbours in a byte
+    codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).view(len(pairs), -1, 32)  # [O, B, 32]
+    exponents = microscaling.pack_e8m0(weight.scale)[..., None]  # [O, B, 1]
+    return torch.cat([exponents, _halves(codes)], dim=-1).flatten(1)
 
 
 def _bytes(part: Tensor) -> Tensor:

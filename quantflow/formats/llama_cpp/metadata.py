@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import UnsupportedError
+from quantflow.formats.llama_cpp.experts import sizes_of_mixture
+from quantflow.formats.llama_cpp.mixture_designs import MIXTURE_DESIGNS, MixtureDesign
 from quantflow.formats.llama_cpp.tensors import architecture_for, sizes_of
 from quantflow.models.family import FAMILIES
 
@@ -21,6 +23,8 @@ def metadata(config: Any) -> dict[str, tuple[str, Any]]:
         UnsupportedError: the family, its activation, or a kind of rotary embedding that is not
             written here.
     """
+    if (mixture := MIXTURE_DESIGNS.get(config.model_type)) is not None:
+        return _of_mixture(config, mixture)
     architecture, sizes, rope = architecture_for(config), sizes_of(config), _rope(config)
     design = FAMILIES[config.model_type].decoder
     assert design is not None  # a family of GGUF has one
@@ -55,6 +59,85 @@ def metadata(config: Any) -> dict[str, tuple[str, Any]]:
     return {"general.architecture": ("string", architecture.name), **named}
 
 
+def _of_mixture(config: Any, design: MixtureDesign) -> dict[str, tuple[str, Any]]:
+    """`metadata` of a mixture of experts.
+
+    Raises:
+        UnsupportedError: a kind of rotary embedding that is not written here.
+    """
+    sizes, rope = sizes_of_mixture(config, design), dict(config.rope_parameters)
+    window = getattr(config, "sliding_window", None)
+    context = config.max_position_embeddings
+    rotated = int(sizes["d"] * rope.get("partial_rotary_factor", 1.0))
+    values: dict[str, tuple[str, Any]] = {
+        "context_length": ("u32", context if window is None else min(window, context)),
+        "embedding_length": ("u32", config.hidden_size),
+        "block_count": ("u32", config.num_hidden_layers),
+        "feed_forward_length": ("u32", config.intermediate_size),
+        "attention.head_count": ("u32", config.num_attention_heads),
+        "attention.head_count_kv": ("u32", sizes["k"] // sizes["d"]),
+        "attention.key_length": ("u32", sizes["d"]),
+        "attention.value_length": ("u32", sizes["d"]),
+        "attention.layer_norm_rms_epsilon": ("f32", float(config.rms_norm_eps)),
+        "rope.dimension_count": ("u32", rotated),
+        "rope.freq_base": ("f32", float(rope["rope_theta"])),
+        "vocab_size": ("u32", config.vocab_size),
+        "expert_count": ("u32", sizes["n"]),
+        "expert_used_count": ("u32", config.num_experts_per_tok),
+        **_scaling(config, rope, latent=design.heads_of is not None),
+        **design.fields(config),
+    }
+    named = {f"{design.architecture}.{key}": value for key, value in values.items()}
+    return {"general.architecture": ("string", design.architecture), **named}
+
+
+def _scaling(config: Any, rope: dict[str, Any], *, latent: bool) -> dict[str, tuple[str, Any]]:
+    """Fields of a mixture's rotary embedding that is stretched over a longer context.
+
+    Attention with compressed keys multiplies its scores by YaRN's factor, which llama.cpp derives
+    from `mscale_all_dim`, and takes `mscale` for the same.
+
+    Raises:
+        UnsupportedError: another kind, or numbers that llama.cpp would not compute with.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(
+            f"config.json: rope_type {kind!r}, exported to GGUF with experts are default, linear "
+            "and yarn",
+            "convert this model with llama.cpp's own converter",
+        )
+    factor = float(rope["factor"])
+    fields: dict[str, tuple[str, Any]] = {
+        "rope.scaling.type": ("string", kind),
+        "rope.scaling.factor": ("f32", factor),
+    }
+    if kind == "linear":
+        return fields
+    scale, all_scale = rope.get("mscale"), rope.get("mscale_all_dim")
+    own = rope.get("attention_factor")
+    usual = 1.0 if latent else 0.1 * math.log(factor) + 1
+    fits = scale == all_scale and bool(all_scale) == latent
+    if not fits or (own is not None and abs(own - usual) > 1e-6):
+        raise UnsupportedError(
+            f"config.json: yarn with mscale {scale}, mscale_all_dim {all_scale} and "
+            f"attention_factor {own}, which llama.cpp computes otherwise",
+            "run this model with transformers",
+        )
+    fields["rope.scaling.original_context_length"] = (
+        "u32",
+        int(rope.get("original_max_position_embeddings") or config.max_position_embeddings),
+    )
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if rope.get(ours) is not None:
+            fields[f"rope.scaling.{theirs}"] = ("f32", float(rope[ours]))
+    if latent:
+        fields["rope.scaling.yarn_log_multiplier"] = ("f32", 0.1 * float(all_scale or 1.0))
+    return fields
+
+
 def epsilon_field(model_type: str) -> str:
     """llama.cpp's name of the norms' epsilon: LayerNorm's, or RMSNorm's."""
     centered = FAMILIES[model_type].centered
@@ -70,6 +153,8 @@ def rope_factors(config: Any) -> Tensor | None:
     Raises:
         UnsupportedError: as `metadata`.
     """
+    if config.model_type in MIXTURE_DESIGNS:  # `metadata` refuses Llama 3's rule there
+        return None
     rope, size = _rope(config), sizes_of(config)["d"]
     if rope["rope_type"] != "llama3":
         return None

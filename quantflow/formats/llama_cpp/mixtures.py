@@ -12,12 +12,14 @@ layers, and every third between.
 
 "First" are two layers for attn_v, and a sixteenth of the layers for ffn_down.
 
-llama.cpp gives two of its models further types (values of the Llama of 70 B, Falcon's down
-projections); those are not made here. Source: github.com/ggml-org/llama.cpp,
+Down projections of experts and of shared experts are ffn_down too. llama.cpp gives three of its
+models further types (values of the Llama of 70 B, Falcon's down projections, attention beside 8
+experts); those are not made here. Source: github.com/ggml-org/llama.cpp,
 `src/llama-quant.cpp`, the types of a tensor by its category.
 """
 
 from quantflow.core.scheme import MIXTURES
+from quantflow.formats.llama_cpp.mixture_designs import MIXTURE_DESIGNS
 from quantflow.formats.llama_cpp.tensors import ARCHITECTURES
 
 
@@ -33,8 +35,7 @@ def type_of(mixture: str, module: str, *, family: str, layer: int, layers: int) 
         layers: number of layers.
     """
     usual = MIXTURES[mixture]
-    architecture = ARCHITECTURES.get(family)
-    part = architecture.inside.get(module, ("", ""))[0] if architecture is not None else ""
+    part = _part(module, family)
     if usual == "Q3_K":
         if layer < {"attn_v": 2, "ffn_down": layers // 16}.get(part, 0):
             return "Q5_K"
@@ -43,6 +44,22 @@ def type_of(mixture: str, module: str, *, family: str, layer: int, layers: int) 
         return {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[usual]
     more = part in ("attn_v", "ffn_down") and _has_more_bits(layer, layers)
     return "Q6_K" if more else usual
+
+
+def _part(module: str, family: str) -> str:
+    """llama.cpp's name of a linear, "ffn_down" for that of an expert; empty where it has none."""
+    design = MIXTURE_DESIGNS.get(family)
+    if design is None:
+        architecture = ARCHITECTURES.get(family)
+        return architecture.inside.get(module, ("", ""))[0] if architecture is not None else ""
+    experts = f"{design.block}.experts."
+    names = (
+        design.experts.get(module.rpartition(".")[2])
+        if module.startswith(experts)
+        else {**design.attention, **design.dense, **design.sparse}.get(module)
+    )
+    name = names[0] if names is not None else ""
+    return "ffn_down" if name.startswith("ffn_down") else name
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

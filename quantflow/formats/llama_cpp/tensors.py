@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats.llama_cpp.mixture_designs import MIXTURE_DESIGNS
 from quantflow.models.family import FAMILIES, FamilyRow, GgufDesign
 
-Order = Literal["stored", "rotary", "fused"]
+Order = Literal["stored", "rotary", "fused", "values", "keys"]
 # A role's modules in the checkpoint, their names in the file, and sizes of their weights.
 _Part = tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str, ...]]
 _REPAIR = "check that config.json belongs to these weights"
@@ -62,8 +63,10 @@ class Place:
         name: llama.cpp's name.
         source: the checkpoint's name.
         shape: shape in both.
-        order: order of the file's rows.
+        order: order of the file's rows; "values" are some rows of each head, the last ones, and
+            "keys" the first ones of each head transposed, so that a row is a column of these.
         heads: number of heads that the rows are divided among; 0 for the checkpoint's order.
+        other_rows: rows of each head that "values" and "keys" leave out.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Place:
     shape: tuple[int, ...]
     order: Order = "stored"
     heads: int = 0
+    other_rows: int = 0
 
 
 def _architecture(row: FamilyRow, gguf: GgufDesign) -> Architecture:
@@ -143,7 +147,7 @@ def architecture_for(config: Any) -> Architecture:
     if architecture is None:
         raise UnsupportedError(
             f"config.json: model_type {config.model_type!r} has no architecture in GGUF here",
-            f"use a model of one of {', '.join(ARCHITECTURES)}",
+            f"use a model of one of {', '.join([*ARCHITECTURES, *MIXTURE_DESIGNS])}",
         )
     if config.hidden_act not in architecture.activations:
         raise UnsupportedError(
@@ -240,8 +244,14 @@ def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
 
 
 def row_order(place: Place) -> Tensor:
-    """For each row of the file, its row in the checkpoint, int64 [rows]."""
+    """For each row of the file, its row in the checkpoint, int64 [rows].
+
+    Of "keys", whose rows are columns, it is the row's place among those of all heads.
+    """
     rows = torch.arange(place.shape[0])
+    if place.order == "values":
+        own = place.shape[0] // place.heads
+        return rows + (rows // own + 1) * place.other_rows
     if place.order == "rotary":  # a head's first half and second half become neighbours
         rows = rows.view(place.heads, 2, -1).transpose(1, 2)  # [heads, d / 2, 2]
     elif place.order == "fused":  # q, k and v of one head become q of all heads, then k, then v
@@ -253,6 +263,8 @@ def rows_at_once(place: Place) -> int:
     """Number of file rows that stand close together in the checkpoint: a head's, or 1 as stored."""
     if place.order == "stored":
         return 1
+    if place.order == "values":
+        return place.shape[0] // place.heads
     return place.shape[0] // (place.heads * (3 if place.order == "fused" else 1))
 
 

@@ -2,8 +2,10 @@
 
 Here is byte-level BPE; `pieces` has sentence pieces. llama.cpp knows pre-tokenizers by name alone,
 each with its own regular expression. A tokenizer that splits text like none of those below is
-refused: under another's name it would give other tokens, and nothing would say so. The one
-exception is NFC, which llama.cpp does not apply: text that is not in it already can differ there.
+refused: under another's name it would give other tokens, and nothing would say so. There are two
+exceptions. llama.cpp does not apply NFC: text that is not in it already can differ there. And its
+expression of GPT-4o's, which gpt-oss has, takes a letter beyond ASCII for a small and for a capital
+one alike; `APPROXIMATE` has the sentence that an export says then.
 
 Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 """
@@ -21,6 +23,18 @@ from quantflow.models.tokenizer import load_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# DeepSeek V3's, which has the two characters of a line's end as they are
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    for upper, lower in (("*", "+"), ("+", "*"))
+)
+_SLASHES = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 DIGITS = "each digit alone"
 # (expressions that split before the byte level, whether the byte level splits by its own, whether
 # whole words go first) -> llama.cpp's name
@@ -28,7 +42,15 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool, bool], str] = {
     ((), True, False): "gpt-2",
     ((DIGITS,), True, False): "smollm",
     ((_WORDS + r"\p{N}{1,3}" + _REST,), False, True): "llama-bpe",
+    ((_WORDS + r"\p{N}{1,3}" + _REST,), False, False): "smaug-bpe",  # GLM's too
     ((_WORDS + r"\p{N}" + _REST,), False, False): "qwen2",
+    ((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK), False, False): "deepseek-v3",
+    ((_CASES + r"\p{N}{1,3}" + _SLASHES,), False, False): "gpt-4o",
+}
+# llama.cpp's name -> how its tokens may differ from the tokenizer's
+APPROXIMATE = {
+    "gpt-4o": "llama.cpp does not tell capital from small letters beyond ASCII where it splits "
+    "text, so words with such capitals inside may get other tokens"
 }
 
 

@@ -97,6 +97,19 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# DeepSeek V3's tokenizer.json, and gpt-oss's
+CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
+DEEPSEEK = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?"
+    "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = {**BYTE_LEVEL, "use_regex": False}
 
 
@@ -108,6 +121,9 @@ BYTES = {**BYTE_LEVEL, "use_regex": False}
         (sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL), {}, "smollm"),
         (sequence(split(LLAMA3), BYTES), {"ignore_merges": True}, "llama-bpe"),
         (sequence(split(LLAMA3.replace("{1,3}", "")), BYTES), {}, "qwen2"),
+        (sequence(split(LLAMA3), BYTES), {}, "smaug-bpe"),
+        (sequence(split(r"\p{N}{1,3}"), split(CJK), split(DEEPSEEK), BYTES), {}, "deepseek-v3"),
+        (sequence(split(GPT_4O), BYTES), {}, "gpt-4o"),
     ],
 )
 def test_what_splits_a_text_is_recognised(pre, changes, name):
@@ -132,7 +148,7 @@ def test_what_splits_a_text_is_recognised(pre, changes, name):
         ({"model": {"type": "Unigram", "vocab": []}}, "Unigram behind ByteLevel"),
         ({"pre_tokenizer": BYTES}, "splits text by"),
         (
-            {"pre_tokenizer": sequence(split(LLAMA3), BYTES)},
+            {"pre_tokenizer": sequence(split(LLAMA3.replace("{1,3}", "{1,2}")), BYTES)},
             r"\(ignore_merges False\), known are gpt-2",
         ),
         ({"pre_tokenizer": sequence(split(LLAMA3 + "|x"), BYTES)}, "splits text by"),
