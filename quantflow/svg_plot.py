@@ -17,13 +17,16 @@ NOTHING = "<p>nothing to draw: every value is zero</p>"
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A row of `intervals`: a value between two bounds, and the limit that it must stay below."""
+    """A row of `intervals`: a value between two bounds, and the limit that it must stay below.
+
+    A limit of None is not drawn.
+    """
 
     label: str
     value: float
     lower: float
     upper: float
-    limit: float
+    limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +222,12 @@ def colour_of(kind: str, kinds: Sequence[str]) -> str:
 
 def intervals(rows: Sequence[Interval], *, unit: str) -> str:
     """Values with bounds and limits, one row each below its label, on a logarithmic axis."""
-    values = [v for row in rows for v in (row.value, row.lower, row.upper, row.limit) if v > 0]
+    values = [
+        value
+        for row in rows
+        for value in (row.value, row.lower, row.upper, row.limit)
+        if value is not None and value > 0
+    ]
     if not values:
         return NOTHING
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
@@ -241,17 +249,19 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
         )
     for index, row in enumerate(rows):
         y = TOP + pitch * index + 30
-        colour = COLOURS[0] if row.upper <= row.limit else COLOURS[6]
+        inside = row.limit is None or row.upper <= row.limit
+        colour = COLOURS[0] if inside else COLOURS[6]
         parts.append(f'<text x="{left}" y="{y - 15}" class="label">{escape(row.label)}</text>')
         parts.append(
             f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" '
             f'y2="{y:.1f}" stroke="{colour}" stroke-width="4"/>'
         )
         parts.append(f'<circle cx="{x_of(row.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
-        x = x_of(row.limit)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" class="limit"/>'
-        )
+        if row.limit is not None:
+            x = x_of(row.limit)
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" class="limit"/>'
+            )
     parts.append(
         f'<text x="{(left + right) / 2}" y="{TOP + height + 34}" '
         f'text-anchor="middle">{escape(unit)}</text>'

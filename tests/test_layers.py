@@ -76,6 +76,7 @@ LAZY = {
     "quantflow/quantizing/job.py",
     "quantflow/exporting/job.py",
     "quantflow/validating/job.py",
+    "quantflow/validating/compare_job.py",
     "quantflow/publishing/job.py",
     "quantflow/planning/plan_job.py",
     "quantflow/planning/forecast.py",
@@ -259,6 +260,8 @@ OFFERED = {
     "quantflow.runtime.backend_choice",
     "quantflow.runtime.inspection",
     "quantflow.benching.bench_job",
+    "quantflow.validating.compare_job",
+    "quantflow.validating.compare_page",
     "quantflow.server.serve",
     "quantflow.server.vllm_command",  # the second front door, and its records
     "quantflow.server.settings",

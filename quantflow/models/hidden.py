@@ -15,6 +15,7 @@ is kept.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from quantflow.errors import InputError, UsageError
 from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, file_digest, read_json
 from quantflow.models.reading import bytes_of, read_into
+
+# names of its files; those that are written hold a dot in front, and may have been left by a kill
+_OWN = re.compile(r"\d{5,}\.(hidden|json)|\.next\.hidden|\.\d{5,}\.json\.tmp")
 
 
 def _nobody_else() -> None:
@@ -156,7 +160,7 @@ class HiddenStates:
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()
         settled()
-        for other in [] if self._keep else sorted(self._folder.glob("*")):
+        for other in [] if self._keep else self._written():
             if other.stem != path.stem:
                 disk.remove(other)
 
@@ -201,7 +205,7 @@ class HiddenStates:
         """Remove every generation, and the folder."""
         self.close()
         if self._folder is not None and self._folder.is_dir():
-            for path in sorted(self._folder.iterdir()):
+            for path in self._written():
                 disk.remove(path)
             os.rmdir(self._folder)
 
@@ -214,6 +218,11 @@ class HiddenStates:
             os.close(self._next)
             self._next = -1
             disk.remove(self._next_path)
+
+    def _written(self) -> list[Path]:
+        """The files that this class writes; a file of anybody else in the folder stays."""
+        assert self._folder is not None  # checked by the callers
+        return [path for path in sorted(self._folder.iterdir()) if _OWN.fullmatch(path.name)]
 
     @property
     def _next_path(self) -> Path:

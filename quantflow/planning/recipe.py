@@ -50,8 +50,10 @@ FED = ("routed", "all")  # tokens that measure shows to an expert
 # what to do with experts that calibration reached too seldom; quantflow/planning/experts.py
 POLICIES = ("error", "all", "damp", "rtn", "share_max")
 RUN_DTYPES = ("float32", "bfloat16")  # dtypes of weights and activations while the model runs
-COMPUTING = ("plan", "measure", "quantize", "validate")  # verbs that take a device and a dtype
-BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
+# verbs that take a device and a dtype
+COMPUTING = ("plan", "measure", "quantize", "validate", "compare")
+# verbs that keep to limits
+BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate", "compare")
 UNITS = {
     "": 1,
     "B": 1,

@@ -9,7 +9,7 @@ model for each of them.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +29,25 @@ from quantflow.progress import Progress
 
 BASELINE = "baseline"
 
+# (number of a window, name -> logits [S, V]) -> name -> its comparison over that window
+Judge = Callable[[int, dict[str, Tensor]], Mapping[str, Comparison]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparing:
     """Models that are compared with one of them.
 
     Attributes:
-        streams: name -> model, all on one device; the others are compared with `baseline`.
+        streams: name -> model, all on one device; the others are compared with `baseline`, or all
+            of them by `judge`.
         sequences: token ids, int64 [S] each.
         folder: private folder of hidden states; whoever made it removes it.
         keys: name -> digest of the inputs of that model's hidden states; states of another key
             are not used.
         kept: folder of the hidden states after the baseline's last layer, which are read if they
             are there and written otherwise; None keeps nothing. Several processes may share it.
+        judge: what becomes of the logits of a window, in any order and on several threads; None
+            compares them with the baseline's.
         stage: name of the work in progress.
         workers: number of units that run at once.
     """
@@ -54,10 +60,11 @@ class Comparing:
     progress: Progress
     workers: int
     kept: Path | None = None
+    judge: Judge | None = None
 
     @torch.no_grad()
     def scores(self) -> dict[str, Comparison]:
-        """Each model's comparison with the baseline; the number of workers changes no bit of it."""
+        """Each model's comparison; the number of workers changes no bit of it."""
         opened = partial(HiddenStates, len(self.sequences), device=self._device)
         hidden = {name: opened(folder=self.folder / name) for name in self.streams}
         if self.kept is not None:
@@ -114,7 +121,7 @@ class Comparing:
 
     @property
     def _device(self) -> Device:
-        return self.streams[BASELINE].device
+        return next(iter(self.streams.values())).device
 
     def _layers_of(self, name: str) -> Sequence[Layer]:
         return self.streams[name].graph.layers
@@ -147,7 +154,7 @@ class Comparing:
         self, hidden: Mapping[str, HiddenStates], workers: Workers
     ) -> dict[str, Comparison]:
         """Put the heads on and score."""
-        parts: dict[str, list[Comparison]] = {name: [] for name in self.streams if name != BASELINE}
+        parts: dict[str, list[Comparison]] = {}
         with ExitStack() as heads:
             for stream in self.streams.values():
                 heads.enter_context(stream.head())
@@ -155,11 +162,11 @@ class Comparing:
             steps = self.progress.steps(range(len(self.sequences)), stage=self.stage, unit="window")
             for _, scored in zip(steps, windows, strict=True):
                 for name, comparison in scored.items():
-                    parts[name].append(comparison)
+                    parts.setdefault(name, []).append(comparison)
         return {name: join(comparisons) for name, comparisons in parts.items()}
 
     def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
-        """Each model's comparison with the baseline over one window.
+        """Each model's comparison over one window.
 
         It is computed on the device and then moved to host memory.
         """
@@ -168,5 +175,7 @@ class Comparing:
             name: self.streams[name].finish(hidden[name].get(number))[0].float()
             for name in self.streams
         }
+        if self.judge is not None:
+            return dict(self.judge(number, logits))
         found = scores(logits.pop(BASELINE), logits, self._device.put(self.sequences[number]))
         return {name: brought_back(comparison, self._device) for name, comparison in found.items()}

@@ -28,7 +28,7 @@ VERBS = (
         "chat",
         "bench",
     ),
-    *("inspect", "verify", "sign", "push", "diff", "calibration"),
+    *("inspect", "verify", "sign", "push", "diff", "compare", "calibration"),
 )
 
 

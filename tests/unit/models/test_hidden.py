@@ -182,6 +182,21 @@ def test_discard_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_somebody_else_in_the_folder_stays(tmp_path):
+    """A folder that was named wrongly, such as a model's own, loses nothing."""
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_text(name)
+    hidden = HiddenStates(3, folder=tmp_path)
+    for label in range(2):
+        put_all(hidden, generation(label))
+        hidden.commit(label, key="k")
+    left = ["00001.hidden", "00001.json", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    with pytest.raises(OSError, match="not empty"):
+        hidden.discard()
+    assert sorted(path.name for path in tmp_path.iterdir()) == left[2:]
+
+
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), dtype=st.booleans())
 def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, dtype):

@@ -1,0 +1,400 @@
+"""Several models beside one source: divergence over one text, with paired bounds.
+
+Reads    the source, or llama.cpp's base of its log-probabilities; the candidates: artifacts, other
+         programs' folders, GGUF files and models; an evaluation text
+Writes   <output>/compare.json, compare.html and compare.svg; llama.cpp's base, where it is asked
+Resumes  a comparison of the same inputs is left alone; one that was stopped goes on with its layer
+Fails    3 a text, a base or a candidate that cannot be used; 5 too little memory or disk
+
+All run through our runtime's reference equation, a layer of one model in memory at a time, as in
+`validate` (quantflow/validating/layerwise.py), on the same windows. Two protocols:
+
+    a model as source     every window's tokens are scored, by KL over all the vocabulary
+    a base as source      llama.cpp's: the second half of each chunk, and its formula, so that
+                          `llama-perplexity --kl-divergence` prints the same figures
+
+Each candidate also has its difference from the first one, over the same draws of windows: what the
+text does to both is no part of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
+from quantflow.errors import InputError, UsageError
+from quantflow.exporting.canary import rounder
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import digest_of, read_json
+from quantflow.files.digests import Digests
+from quantflow.files.outputs import beside, output_folder
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.formats.llama_cpp.logits_base import (
+    LogitsBase,
+    chunks_of,
+    is_logits_base,
+    open_logits_base,
+    writing_base,
+)
+from quantflow.measuring.text import hash_sequences, read_text
+from quantflow.measuring.text_sources import text_digest, text_path
+from quantflow.models import layer_store
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import text_config
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
+from quantflow.models.source import fingerprint
+from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
+from quantflow.numerics.divergence import Comparison
+from quantflow.planning.resources import Allowance, allow_validate
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, is_model, open_folder
+from quantflow.shipped import EVALUATION
+from quantflow.sources.models import is_on_hub, model_folder
+from quantflow.validating.bootstrap import bootstrap
+from quantflow.validating.compare_job import CompareJob, CompareResult
+from quantflow.validating.compare_page import indented, write_pages
+from quantflow.validating.layerwise import BASELINE, Comparing, Judge
+from quantflow.validating.paired import differences, recorded, window_scores
+from quantflow.validating.windows import evaluation_sequences
+
+VERSION = 1
+RESAMPLES = 2000
+FILES = ("compare.json", "compare.html", "compare.svg")
+STAGE = "compare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel:
+    """A model that takes part.
+
+    Attributes:
+        name: the user's name for it.
+        key: name of its hidden states' folder: a word without a slash.
+        folder: its folder; that of a GGUF file holds what was imported from it.
+    """
+
+    name: str
+    key: str
+    folder: Path
+    artifact: Artifact
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that its head knows."""
+        return int(text_config(self.artifact.config).vocab_size)
+
+
+def run(job: CompareJob, progress: Progress) -> CompareResult:
+    """Compare, and write the pages."""
+    device = open_device(job.compute.device)
+    is_base = is_logits_base(job.source)
+    if is_base and job.write_base is not None:
+        raise UsageError(f"compare: --write-base of {job.source}, a base itself", "give its model")
+    reads: dict[str, str | Path | None] = {"the source": job.source}
+    reads |= {f"the candidate {each}": each for each in job.candidates}
+    job = replace(job, output=output_folder(_output(job), reads=reads))
+    assert job.output is not None
+    text = None if is_base else _text(job, progress)
+    opened = partial(_side, job=job, device=device, progress=progress)
+    source = None if is_base else opened(job.source, key=BASELINE)
+    sides = [opened(each, key=f"candidate-{index}") for index, each in enumerate(job.candidates)]
+    _refuse_doubles(sides)
+    inputs = _inputs(job, source, sides, text)
+    with (
+        stage_folder.locked(job.output),
+        single_threaded(),
+        device.deterministic(),
+        torch.no_grad(),
+    ):
+        written = job.write_base is None or job.write_base.exists()
+        if written and stage_folder.is_up_to_date(job.output, inputs):
+            disk.remove_tree(layer_store.scratch(job.output))
+            progress.say(f"{STAGE}: up to date")
+            return CompareResult(folder=job.output, values=read_json(job.output / FILES[0]))
+        stage_folder.refuse_other_result(job.output, inputs, force=job.force, parts=FILES)
+        values = _compare(job, source, sides, text, digest_of(inputs), progress, device=device)
+        with stage_folder.publish(job.output, stage=STAGE, inputs=inputs) as folder:
+            disk.write_file(folder / FILES[0], indented(values))
+            write_pages(folder, values)
+        disk.remove_tree(layer_store.scratch(job.output))
+    return CompareResult(folder=job.output, values=values)
+
+
+def _output(job: CompareJob) -> Path:
+    if job.output is not None:
+        return job.output
+    name = f"{job.source.name}-compare"
+    return Path(name) if is_on_hub(job.source) else beside(job.source, "-compare")
+
+
+def _text(job: CompareJob, progress: Progress) -> Path:
+    return EVALUATION if job.text is None else text_path(job.text, progress)
+
+
+def _side(
+    model: Path, *, key: str, job: CompareJob, device: Device, progress: Progress
+) -> ComparedModel:
+    """A model opened as what runs it here by default, on the reference equation."""
+    folder = model_folder(model, progress=progress)
+    artifact = open_folder(
+        folder,
+        backend="auto" if is_model(folder) else "reference",
+        dtype=RUNNING[job.compute.dtype],
+        inputs="usual",
+    )
+    artifact = replace(artifact, linears_device=device.kind)
+    return ComparedModel(name=str(model), key=key, folder=folder, artifact=artifact)
+
+
+def _refuse_doubles(sides: Sequence[ComparedModel]) -> None:
+    names = [side.name for side in sides]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"compare: {name} is given twice", "name each candidate once")
+
+
+def _inputs(
+    job: CompareJob, source: ComparedModel | None, sides: Sequence[ComparedModel], text: Path | None
+) -> dict[str, Any]:
+    digests = Digests()
+    base = digests.of_all([job.source])[job.source] if source is None else None
+    return {
+        "source": base if source is None else fingerprint(source.artifact.checkpoint, digests),
+        "candidates": {side.name: fingerprint(side.artifact.checkpoint, digests) for side in sides},
+        "text": None if text is None else text_digest(text),
+        "tokens": job.tokens,
+        "sequence_length": job.sequence_length,
+        "base": job.write_base is not None,
+        "seed": job.seed,
+        **open_device(job.compute.device).key(),
+        "dtype": job.compute.dtype,
+        "version": VERSION,
+        "tools": tools(),
+    }
+
+
+def _compare(
+    job: CompareJob,
+    source: ComparedModel | None,
+    sides: Sequence[ComparedModel],
+    text: Path | None,
+    key: str,
+    progress: Progress,
+    *,
+    device: Device,
+) -> dict[str, Any]:
+    """The content of compare.json."""
+    base: LogitsBase | None = None
+    if source is None:
+        base = open_logits_base(job.source)
+    elif job.write_base is not None:
+        base = _write_base(job, source, text, key, progress, device=device)
+    if base is None:
+        assert source is not None and text is not None
+        sequences = _windows(job, source, text, progress)
+        vocabulary, where = source.vocabulary, source.name
+        streams = {BASELINE: _stream(source, job, device)}
+        judges: dict[str, Judge] = {}
+    else:
+        sequences = base.sequences(_bos(sides[0] if source is None else source)) if sides else []
+        vocabulary, where = base.vocabulary, str(base.path)
+        streams, judges = {}, {"judge": base.compare}
+    for side in sides:
+        if side.vocabulary != vocabulary:
+            raise InputError(
+                f"{side.name}: a vocabulary of {side.vocabulary}, {where} has {vocabulary}",
+                "compare models that were made from one source",
+            )
+    refuse_beyond(sequences, vocabulary, where=str(text or job.source))
+    streams |= {side.key: _stream(side, job, device) for side in sides}
+    compared: Mapping[str, Comparison] = {}
+    if sides:
+        compared = _comparing(
+            job, source or sides[0], streams, sequences, key, progress, device=device, **judges
+        ).scores()
+    rows = [_row(side, compared[side.key], job.seed) for side in sides]
+    return {
+        "source": str(job.source),
+        "base": None if base is None else str(base.path),
+        "text": None if text is None else str(job.text or text.name),
+        "protocol": {
+            "scored": "windows" if base is None else "second half of each chunk",
+            "windows": len(sequences),
+            "tokens": sum(map(len, sequences)),
+            "predicted": int(next(iter(compared.values())).lengths.sum()) if compared else 0,
+            "sequence_length": max(map(len, sequences), default=0),
+            "hash": hash_sequences(sequences),
+            "dtype": job.compute.dtype,
+            **device.key(),
+            "resamples": RESAMPLES,
+            "seed": job.seed,
+        },
+        "candidates": rows,
+        "pairs": _pairs(rows, job.seed),
+    }
+
+
+def _windows(
+    job: CompareJob, source: ComparedModel, text: Path, progress: Progress
+) -> list[Tensor]:
+    read = read_text(text, load_tokenizer(source.folder))
+    if read.note is not None:
+        progress.say(f"{STAGE}: {read.note}")
+    return evaluation_sequences(
+        read.documents, tokens=job.tokens, sequence_length=job.sequence_length
+    )
+
+
+def _stream(side: ComparedModel, job: CompareJob, device: Device) -> LayerStream:
+    return LayerStream(
+        side.artifact,
+        graph_for(side.artifact.config),
+        dtype=RUNNING[job.compute.dtype],
+        cache=rounder(side.artifact, device),
+        device=device,
+    )
+
+
+def _comparing(
+    job: CompareJob,
+    sized: ComparedModel,
+    streams: Mapping[str, LayerStream],
+    sequences: Sequence[Tensor],
+    key: str,
+    progress: Progress,
+    *,
+    device: Device,
+    judge: Judge | None = None,
+) -> Comparing:
+    """The runs of some models; memory is granted by the size of one of them."""
+    assert job.output is not None
+    graph = graph_for(sized.artifact.config)
+    allowance: Allowance = allow_validate(
+        job.resources,
+        model_size(_unquantized(sized.artifact), sized.artifact.config, graph),
+        lengths=[len(each) for each in sequences],
+        models=len(streams),
+        folder=job.output,
+    )
+    return Comparing(
+        streams=streams,
+        sequences=sequences,
+        folder=layer_store.scratch(job.output),
+        keys={name: digest_of([key, name]) for name in streams},
+        stage=STAGE,
+        progress=progress,
+        workers=allowance.workers if device.is_host else 1,
+        judge=judge,
+    )
+
+
+def _unquantized(artifact: Artifact) -> dict[str, TensorInfo]:
+    """The tensors of an artifact as its source has them; a linear as bfloat16, as most are."""
+    infos = artifact.checkpoint.infos
+    found = {}
+    for name in artifact.names:
+        linear = artifact.linears.get(name.removesuffix(".weight"))
+        if linear is not None:
+            count = linear.shape[0] * linear.shape[1]
+            found[name] = TensorInfo(
+                name=name, dtype="BF16", shape=linear.shape, offset=0, nbytes=2 * count
+            )
+        else:
+            found[name] = infos[name]
+    return found
+
+
+def _write_base(
+    job: CompareJob,
+    source: ComparedModel,
+    text: Path | None,
+    key: str,
+    progress: Progress,
+    *,
+    device: Device,
+) -> LogitsBase:
+    """Run the source over the text's chunks, write llama.cpp's base, and open it."""
+    assert job.write_base is not None and text is not None
+    read = read_text(text, load_tokenizer(source.folder))
+    tokens = chunks_of(read.documents, length=job.sequence_length, tokens=job.tokens)
+    refuse_beyond(list(tokens), source.vocabulary, where=str(text))
+    path = job.write_base
+    sequences = LogitsBase(path=path, tokens=tokens, vocabulary=source.vocabulary).sequences(
+        _bos(source)
+    )
+    streams = {BASELINE: _stream(source, job, device)}
+    with writing_base(path, tokens, source.vocabulary) as writer:
+
+        def written(chunk: int, logits: dict[str, Tensor]) -> Mapping[str, Comparison]:
+            writer.write(chunk, device.fetch(logits[BASELINE]))
+            return {}
+
+        comparing = _comparing(
+            job, source, streams, sequences, key, progress, device=device, judge=written
+        )
+        comparing.scores()
+    progress.say(f"{STAGE}: {path}: {len(tokens)} chunks of {tokens.shape[1]} tokens")
+    return open_logits_base(path)
+
+
+def _bos(side: ComparedModel) -> int | None:
+    """The token that the tokenizer puts before a text; None where it puts none."""
+    tokenizer = load_tokenizer(side.folder)
+    before = list(tokenizer("a", verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    return int(bos) if bos is not None and before[:1] == [bos] else None
+
+
+def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, Any]:
+    """A candidate's part of compare.json."""
+    generator = torch.Generator().manual_seed(seed)
+    bounds = bootstrap(comparison, generator=generator, resamples=RESAMPLES)
+    nbytes = sum(info.nbytes for info in side.artifact.checkpoint.infos.values())
+    weights = sum(parameter.numel() for parameter in skeleton(side.artifact.config).parameters())
+    return {
+        "name": side.name,
+        "stored": _stored(side.artifact),
+        "bytes": nbytes,
+        "bits_per_weight": 8 * nbytes / weights,
+        "perplexity": float(comparison.nll_candidate.mean().exp()),
+        "source_perplexity": float(comparison.nll_baseline.mean().exp()),
+        "metrics": {name: asdict(bound) for name, bound in bounds.items()},
+        "windows": recorded(comparison),
+    }
+
+
+def _stored(artifact: Artifact) -> str:
+    """The schemes of the linears, the most frequent first, or the dtype of a plain model."""
+    names = [placement.scheme.name for placement in artifact.linears.values()]
+    if not names:
+        kinds = [info.dtype for info in artifact.checkpoint.infos.values()]
+        return max(set(kinds), key=kinds.count)
+    return ", ".join(sorted(set(names), key=lambda name: (-names.count(name), name)))
+
+
+def _pairs(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Each further candidate against the first: its divergence minus that one's, with bounds."""
+    if len(rows) < 2:
+        return []
+    first, *others = (
+        (row["name"], window_scores(row["windows"], name=row["name"])) for row in rows
+    )
+    found = []
+    against = partial(differences, metrics=("mean_kld",), seed=seed, others=len(others) - 1)
+    for name, scores in others:
+        difference = against(scores, first[1])["mean_kld"]
+        verdict = (
+            "worse" if difference.lower > 0 else "better" if difference.upper < 0 else "undecided"
+        )
+        found.append({"name": name, "against": first[0], "verdict": verdict, **asdict(difference)})
+    return found

@@ -1,0 +1,104 @@
+"""The verb `compare`: any models beside one source, in one table, one page and one plot.
+
+Reads    the source, or llama.cpp's base of its log-probabilities; candidates of any program; text
+Writes   <output>/compare.json, compare.html and compare.svg, and <output>.log; llama.cpp's base
+Resumes  a comparison of the same inputs is left alone; one that was stopped goes on with its layer
+Fails    3 a text, a base or a candidate that cannot be used; 5 too little memory or disk
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow.files.outputs import beside
+from quantflow.sources.models import is_on_hub
+from quantflow.stages.cli.options import (
+    FOLDER,
+    QUIET,
+    THREADS,
+    job_settings,
+    job_values,
+    offline,
+)
+from quantflow.stages.cli.output import reporting, show, table
+from quantflow.validating.compare_job import CompareJob
+
+
+@click.command("compare")
+@click.argument("source")
+@click.argument("candidates", nargs=-1)
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=FOLDER,
+    help="Folder of the page (default: <source>-compare).",
+)
+@click.option(
+    "--write-base",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write SOURCE's log-probabilities as llama.cpp's base of a KL divergence, and compare "
+    "with that file.",
+)
+@job_settings("compare", CompareJob)
+@click.option(
+    "--force", is_flag=True, help="Replace a finished result that was made from other inputs."
+)
+@THREADS
+@QUIET
+@click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on.")
+@offline
+def command(
+    source: str,
+    candidates: tuple[str, ...],
+    output: Path | None,
+    write_base: Path | None,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare CANDIDATES with SOURCE by the divergence of their predictions over one text.
+
+    A candidate is an artifact, a folder that another program quantized, a model or a GGUF file; all
+    run through the same code, over the same windows. SOURCE is a model, or a file of
+    log-probabilities that `llama-perplexity --save-all-logits` or --write-base wrote: then the
+    figures are those of `llama-perplexity --kl-divergence`. Each further candidate is also compared
+    with the first one, pair by pair. Nothing is judged: `validate` has a gate.
+
+    \b
+    Example: quantflow compare ./llama work/4-export ./llama-awq llama.Q4_K_M.gguf
+             quantflow compare ./llama work/4-export --write-base llama.kld --text heldout.txt
+             quantflow compare llama.kld llama.Q4_K_M.gguf llama.IQ4_NL.gguf
+    """
+    from quantflow.validating import compare_page  # here: it imports the plots
+
+    job = CompareJob(
+        source=Path(source),
+        candidates=tuple(map(Path, candidates)),
+        output=output,
+        write_base=write_base,
+        force=force,
+        **job_values("compare", CompareJob, options),
+    )
+    if output is None:
+        name = Path(source).name
+        folder = Path(f"{name}-compare") if is_on_hub(source) else beside(source, "-compare")
+        job = replace(job, output=folder)
+    assert job.output is not None
+    with reporting(options, job.output) as progress:
+        result = job.run(progress)
+    parts = []
+    if result.values["candidates"]:
+        parts.append(table(compare_page.COLUMNS, compare_page.cells(result.values)))
+    if result.values["pairs"]:
+        parts.append(table(compare_page.PAIRS, compare_page.pair_cells(result.values)))
+    parts.append(f"page: {result.folder / 'compare.html'}")
+    if write_base is not None:
+        parts.append(
+            f"base: {write_base}\n"
+            f"next: llama-perplexity --kl-divergence --kl-divergence-base {write_base} -m FILE.gguf"
+        )
+    show(result.values, as_json=as_json, text="\n\n".join(parts))
