@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
+_KIMI = "<|tool_call_argument_begin|>"
 _NINE = re.compile("[A-Za-z0-9]{9}")
 _ASKS_FOR_NINE = re.compile(r"length\s*!=\s*9|length 9")
 ROLES = ("system", "user", "assistant", "tool")
@@ -88,6 +89,35 @@ def with_short_ids(messages: Messages, template: str) -> list[Mapping[str, Any]]
             ]
         if isinstance(result := fields.get("tool_call_id"), str):
             fields["tool_call_id"] = _nine(result)
+        changed.append(fields)
+    return changed
+
+
+def with_counted_ids(messages: Messages, template: str) -> list[Mapping[str, Any]]:
+    """Messages whose calls are `functions.weather:0` and so on, for a template of Kimi's.
+
+    The numbers count the calls of the conversation. Kimi K2 ends its turns without a word where the
+    history has ids of another form, which another model or a client has made.
+    """
+    if _KIMI not in template:
+        return list(messages)
+    count, names = 0, dict[str, str]()  # id in the conversation -> id for the template
+    changed: list[Mapping[str, Any]] = []
+    for message in messages:
+        fields = dict(message)
+        if isinstance(calls := fields.get("tool_calls"), list):
+            fields["tool_calls"] = counted = []
+            for call in calls:
+                function = call.get("function") if isinstance(call, Mapping) else None
+                name = function.get("name") if isinstance(function, Mapping) else None
+                if isinstance(name, str):
+                    identifier = f"functions.{name}:{count}"
+                    names[str(call.get("id"))] = identifier
+                    call = {**call, "id": identifier}
+                counted.append(call)
+                count += 1
+        if isinstance(result := fields.get("tool_call_id"), str):
+            fields["tool_call_id"] = names.get(result, result)
         changed.append(fields)
     return changed
 

@@ -156,6 +156,7 @@ def render(
         if formed:
             messages = chat_form.with_known_roles(messages, chosen)
             messages = chat_form.with_short_ids(messages, chosen)
+            messages = chat_form.with_counted_ids(messages, chosen)
     except ValueError as error:
         raise NotRendered(str(error)) from error
     read = process.variables(chosen) if shown or options else frozenset[str]()

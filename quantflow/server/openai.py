@@ -33,7 +33,7 @@ from quantflow.server.http import FEW, Endpoint, HttpCall, LargeJson, json_answe
 from quantflow.server.metrics import CountedRequest
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
-from quantflow.server.parsers import AnswerParsers
+from quantflow.server.parsers import AnswerParsers, any_id
 from quantflow.server.site import Site
 from quantflow.server.tgi import compat_generate
 from quantflow.server.validation import Asked, check
@@ -111,7 +111,8 @@ async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
         model,
         name=adapter or model.name,
         reader=reader,
-        short_ids=reads.calls is not None and reads.calls.short_ids,
+        new_id=any_id if reads.calls is None else reads.calls.new_id,
+        earlier=sum(len(message.tool_calls or ()) for message in body.messages),
         logprobs=bool(body.logprobs),
     )
     return await _respond(site, [answer], writer, body, headers=prompt.headers)

@@ -103,7 +103,8 @@ class ChatWriter:
         *,
         name: str,
         reader: Callable[[], Reader],
-        short_ids: bool,
+        new_id: Callable[[str, int], str],
+        earlier: int,
         logprobs: bool,
     ) -> None:
         """Keep the form of the answer.
@@ -112,11 +113,12 @@ class ChatWriter:
             model: model that answers.
             name: name of the model or of its adapter in the request.
             reader: makes the reader of a choice.
-            short_ids: whether ids of calls are nine letters and digits.
+            new_id: makes the id of a call; see `parsers.CallParser`.
+            earlier: calls of the conversation before this answer.
             logprobs: whether tokens have their log-probabilities.
         """
         self._model, self._reader = model, reader
-        self._short_ids, self._logprobs = short_ids, logprobs
+        self._new_id, self._earlier, self._logprobs = new_id, earlier, logprobs
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
         self._head = Head(model, name=name, prefix="chatcmpl", **kinds)
         self._streamed: dict[int, _Reading] = {}  # by choice
@@ -196,9 +198,7 @@ class ChatWriter:
         if isinstance(delta, CallDelta):
             number, reading.arguments = reading.calls, []
             reading.calls += 1
-            identifier = (
-                secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
-            )
+            identifier = self._new_id(delta.name, self._earlier + number)
             function = {"name": delta.name, "arguments": ""}
             call = {"index": number, "id": identifier, "type": "function", "function": function}
             return {"tool_calls": [call]}

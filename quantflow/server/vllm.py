@@ -32,10 +32,14 @@ _TOOL_PARSERS = {
     "harmony": "openai",
     "deepseek": "deepseek_v3",
     "qwen_coder": "qwen3_coder",
+    "dsml": "deepseek_v32",
+    "kimi": "kimi_k2",
+    "minimax": "minimax_m2",
+    "gemma": "gemma4",
     "glm": "glm45",
     "llama": "llama3_json",
 }
-_REASONING_PARSERS = {"think": "qwen3", "harmony": "openai_gptoss"}
+_REASONING_PARSERS = {"think": "qwen3", "harmony": "openai_gptoss", "gemma": "gemma4"}
 _LIMITS_PASSED_ON = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
 
 

@@ -7,6 +7,7 @@ of `CALL_PARSERS` or `REASONING_PARSERS`; its module has the format. The chat te
 family, since it writes earlier calls as the model learned them.
 """
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,9 +15,12 @@ from types import MappingProxyType
 from quantflow.errors import UsageError
 from quantflow.server.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
 from quantflow.server.parsers.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
+from quantflow.server.parsers.gemma import GEMMA_CALL, GEMMA_MARKS, gemma
 from quantflow.server.parsers.glm import glm
 from quantflow.server.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, harmony
+from quantflow.server.parsers.invoke import DSML, DSML_MARKS, MINIMAX, MINIMAX_MARKS, dsml, minimax
 from quantflow.server.parsers.json_calls import Tools
+from quantflow.server.parsers.kimi import KIMI_MARKS, SECTION, kimi, kimi_id
 from quantflow.server.parsers.mistral import ARGS, ID, OPENING, mistral
 from quantflow.server.parsers.pythonic import CLOSINGS, OPENINGS, pythonic
 from quantflow.server.parsers.qwen_coder import TAGS, qwen_coder
@@ -37,6 +41,18 @@ from quantflow.server.parsers.tagged_json import (
 AUTO, NONE = "auto", "none"
 
 
+def any_id(name: str, number: int) -> str:
+    """The id of a call, for templates that take any."""
+    del name, number
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id(name: str, number: int) -> str:
+    """The id of a call, for templates that take nine letters and digits alone."""
+    del name, number
+    return secrets.token_hex(5)[:9]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallParser:
     """A way of writing calls.
@@ -46,7 +62,8 @@ class CallParser:
         signs: texts of which a template of the family has one.
         marks: texts that begin a call.
         kept: texts that a tokenizer may have as special tokens, and that reading needs.
-        short_ids: whether its templates take ids of nine letters and digits alone.
+        new_id: the id of a call, from its tool's name and the number of calls before it in the
+            conversation.
         reasons: whether it reads reasoning too.
     """
 
@@ -54,7 +71,7 @@ class CallParser:
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    short_ids: bool = False
+    new_id: Callable[[str, int], str] = any_id
     reasons: bool = False
 
 
@@ -72,13 +89,28 @@ CALL_PARSERS: Mapping[str, CallParser] = MappingProxyType(
             signs=(OPENING,),
             marks=(OPENING,),
             kept=(OPENING, ID, ARGS),
-            short_ids=True,
+            new_id=short_id,
         ),
         "deepseek": CallParser(
             read=deepseek,
             signs=(CALLS,),
             marks=(CALLS,),
             kept=(CALLS, CALL, SEPARATOR, CALL_END, CALLS_END),
+        ),
+        "dsml": CallParser(read=dsml, signs=(DSML,), marks=DSML_MARKS, kept=(DSML, *DSML_MARKS)),
+        "kimi": CallParser(
+            read=kimi,
+            signs=(SECTION, "<|im_middle|>"),
+            marks=(SECTION,),
+            kept=KIMI_MARKS,
+            new_id=kimi_id,
+        ),
+        "minimax": CallParser(read=minimax, signs=(MINIMAX,), marks=(MINIMAX,), kept=MINIMAX_MARKS),
+        "gemma": CallParser(
+            read=gemma,
+            signs=(GEMMA_CALL,),
+            marks=(GEMMA_CALL,),
+            kept=GEMMA_MARKS,
         ),
         "qwen_coder": CallParser(
             read=qwen_coder,
@@ -128,6 +160,12 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
             signs=("<|START_THINKING|>",),
         ),
         "kimi": ReasoningMarks(openings=("◁think▷",), closing="◁/think▷", signs=("◁think▷",)),
+        "gemma": ReasoningMarks(
+            openings=("<|channel>thought",),
+            closing="<channel|>",
+            signs=("<|channel>",),
+            tokens=("<|channel>",),
+        ),
         "granite": ReasoningMarks(
             openings=("Here is my thought process:", "Here's my thought process:"),
             closing="Here is my response:",
@@ -147,6 +185,14 @@ TOOL_NAMES: Mapping[str, str] = MappingProxyType(
         "deepseekv3": "deepseek",
         "deepseek_v31": "deepseek",
         "deepseekv31": "deepseek",
+        "deepseek_v32": "dsml",
+        "deepseekv32": "dsml",
+        "deepseek_v4": "dsml",
+        "deepseekv4": "dsml",
+        "kimi_k2": "kimi",
+        "minimax_m2": "minimax",
+        "minimax-m2": "minimax",
+        "gemma4": "gemma",
         "qwen3_coder": "qwen_coder",
         "qwen3_xml": "qwen_coder",
         "glm45": "glm",
@@ -170,6 +216,11 @@ REASONING_NAMES: Mapping[str, str] = MappingProxyType(
         "openai_gptoss": "harmony",
         "gpt-oss": "harmony",
         "magistral": "mistral",
+        "kimi_k2": "think",
+        "minimax_m2": "think",
+        "minimax": "think",
+        "deepseek_v4": "think",
+        "gemma4": "gemma",
     }
 )
 
@@ -245,7 +296,11 @@ class AnswerParsers:
         of_calls = (
             () if calls is None or not (calls.reasons or (tools and self.offers)) else calls.kept
         )
-        return of_calls if marks is None else (*of_calls, *marks.openings, marks.closing)
+        return (
+            of_calls
+            if marks is None
+            else (*of_calls, *marks.openings, *marks.tokens, marks.closing)
+        )
 
 
 def parsers_of(template: str, *, calls: str = AUTO, reasoning: str = AUTO) -> AnswerParsers:

@@ -18,12 +18,14 @@ class ReasoningMarks:
         openings: texts that begin it.
         closing: text that ends it.
         signs: texts of which a template of the family has one.
+        tokens: special tokens that an opening holds beside other text.
         silent: whether an answer begins with reasoning though neither it nor the prompt says so.
     """
 
     openings: tuple[str, ...]
     closing: str
     signs: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
     silent: bool = False
 
     def begun(self, prompt: str, prefix: str) -> bool:

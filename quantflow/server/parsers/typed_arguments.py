@@ -41,16 +41,25 @@ class TypedArguments:
         """The end of the object."""
         return ArgumentsDelta("}" if self._count else "{}")
 
-    def value(self, source: AnswerSource, name: str, *ends: str) -> Steps[str | None]:
+    def value(
+        self, source: AnswerSource, name: str, *ends: str, kinds: set[str] | None = None
+    ) -> Steps[str | None]:
         """Read a value up to one of some ends, which is not read; a text is handed on as it comes.
+
+        Args:
+            source: source of the answer.
+            name: name of the argument.
+            ends: ends of the value.
+            kinds: its JSON types, where the answer says them; None is those of the schema.
 
         Returns:
             The end; None where the text ended without one.
         """
-        kinds = kinds_of(properties(self._schema).get(name), self._schema)
+        if kinds is None:
+            kinds = kinds_of(properties(self._schema).get(name), self._schema)
         if kinds == {"string"}:
             yield ArgumentsDelta('"')
-            end = yield from source.until(*ends, wrap=_in_string)
+            end = yield from source.until(*ends, wrap=in_string)
             if end is not None:
                 yield ArgumentsDelta('"')
             return end
@@ -113,5 +122,6 @@ def typed(text: str, kinds: set[str]) -> Any:
     return text if "string" in kinds or isinstance(value, str) else value
 
 
-def _in_string(piece: str) -> ArgumentsDelta:
+def in_string(piece: str) -> ArgumentsDelta:
+    """A piece of a text inside a JSON string."""
     return ArgumentsDelta(json.dumps(piece, ensure_ascii=False)[1:-1])

@@ -34,6 +34,11 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 [TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]\
 {{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}
 {% endfor %}{{ tools | tojson if tools }}"""
+# after Kimi K2's
+KIMI = """{% for m in messages %}<|im_middle|>{{ m.role }}: {{ m.content }}{{ m.tool_call_id }}\
+{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>\
+{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}
+{% endfor %}{{ tools | tojson if tools }}"""
 # one that knows two more roles
 DEVELOPER = """{% for m in messages %}\
 {{ m.role if m.role in ['developer', 'critic'] else 'other' }}: {{ m.content }}
@@ -425,6 +430,32 @@ def test_calls_have_the_ids_that_mistrals_templates_take(servers):
         text = prompt(server, [*ASKED, earlier, result])
         shown, said = re.search(r"\[CALL_ID\](\w{9})\[ARGS\]{}\ntool: 22(\w{9})", text).groups()
         assert shown == said and (own == shown) == (len(own) == 9)
+
+
+def test_calls_have_the_ids_that_kimi_goes_on_with(servers):
+    """sgl-project/sglang#10607, getkimchi/kimchi#1063: with other ids the model ends its turn.
+
+    They count the calls of the conversation, whoever made it.
+    """
+    server = servers(KIMI)
+    text = "<|tool_call_begin|>functions.weather:9<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    whole, chunks = answered(server, text * 2, tools=[WEATHER])
+    calls = whole["message"]["tool_calls"]
+    ids = ["functions.weather:0", "functions.weather:1"]
+    assert [call["id"] for call in calls] == ids
+    streamed = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert [call["id"] for call in streamed if "id" in call] == ids
+    for own in (ids, ["call_0fyp", "functions_weather_1"]):
+        named = [{**call, "id": one} for call, one in zip(calls, own, strict=True)]
+        earlier = {"role": "assistant", "content": "", "tool_calls": named}
+        results = [{"role": "tool", "content": "22", "tool_call_id": one} for one in own]
+        messages = [*ASKED, earlier, *results]
+        shown = re.findall(r"functions\.weather:\d", prompt(server, messages))
+        assert shown == [*ids, *ids]
+        later, _ = answered(server, text, tools=[WEATHER], messages=messages)
+        assert later["message"]["tool_calls"][0]["id"] == "functions.weather:2"
+    unknown = [*ASKED, {"role": "tool", "content": "22", "tool_call_id": "lost"}]
+    assert "22lost" in prompt(server, unknown)
 
 
 def test_special_tokens_that_reading_needs_have_their_text(artifact):

@@ -40,6 +40,12 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 FOUR = [TextDelta("Four.")]
 HM_FOUR = [ReasoningDelta("Hm."), *FOUR]
+KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+DSML = '<｜DSML｜invoke name="{}">\n{}\n</｜DSML｜invoke>\n'
+DSML_PARAMETER = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>'
+DSML_CITY = DSML_PARAMETER.format("city", "true", "Rome")
+DSML_CALLS = "<｜DSML｜function_calls>\n{}</｜DSML｜function_calls>"
 HARMONY = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
 
 # family, text of the model, what it holds
@@ -242,6 +248,131 @@ CASES = {
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
         ROME,
     ),
+    # the templates of moonshotai/Kimi-K2-Instruct and Kimi-K2-Thinking
+    "kimi": (
+        "kimi",
+        "Let me see."
+        + SECTION.format(
+            KIMI.format("functions.weather:0", '{"city": "Rome"}')
+            + KIMI.format("functions.clock:1", "{}")
+        ),
+        [TextDelta("Let me see."), *ROME, *CLOCK],
+    ),
+    "kimi, a dotted name, and one that nobody offered": (
+        "kimi",
+        SECTION.format(
+            "\n"
+            + KIMI.format("functions.sun:3", '{"a": 1}')
+            + "\n"
+            + KIMI.format(" functions.files.write:12 ", '\n{"path": "a:1"}\n')
+        ),
+        [
+            TextDelta(
+                "<|tool_calls_section_begin|>\n<|tool_call_begin|>functions.sun:3<|tool_call_argument_begin|>"
+                '{"a": 1}<|tool_call_end|>\n'
+            ),
+            CallDelta("files.write"),
+            ArgumentsDelta('{"path": "a:1"}'),
+        ],
+    ),
+    "kimi, the name alone, and no section": (
+        "kimi",
+        KIMI.format("weather", '{"city": "Rome"}'),
+        ROME,
+    ),
+    # the template of MiniMaxAI/MiniMax-M2
+    "minimax": (
+        "minimax",
+        'Sure.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome'
+        '</parameter>\n<parameter name="days">5</parameter>\n</invoke>\n<invoke name="clock">\n'
+        "</invoke>\n</minimax:tool_call>",
+        [
+            TextDelta("Sure.\n"),
+            CallDelta("weather"),
+            ArgumentsDelta('{"city": "Rome", "days": 5}'),
+            *CLOCK,
+        ],
+    ),
+    "minimax, types and marks in a text": (
+        "minimax",
+        '<minimax:tool_call><invoke name="files.write"><parameter name="path">null</parameter>'
+        '<parameter name="text">if a < b:\n  x = "<invoke>"\n</parameter><parameter name="lines">'
+        '[1, 2]</parameter><parameter name="any">{"a": null}</parameter></invoke>'
+        "</minimax:tool_call>",
+        [
+            CallDelta("files.write"),
+            ArgumentsDelta(
+                '{"path": null, "text": "if a < b:\\n  x = \\"<invoke>\\"\\n", "lines": [1, 2], '
+                '"any": {"a": null}}'
+            ),
+        ],
+    ),
+    "minimax, a tool that nobody offered": (
+        "minimax",
+        '<minimax:tool_call><invoke name="sun"></invoke><invoke name="clock"></invoke>'
+        "</minimax:tool_call>",
+        [TextDelta('<minimax:tool_call><invoke name="sun"></invoke>'), *CLOCK],
+    ),
+    # the encoding of deepseek-ai/DeepSeek-V3.2
+    "dsml": (
+        "dsml",
+        "I look.\n\n"
+        + DSML_CALLS.format(DSML.format("weather", DSML_CITY) + DSML.format("clock", "")),
+        [TextDelta("I look.\n\n"), *ROME, *CLOCK],
+    ),
+    # its attribute says more than the schema: a text that looks like a number, or like null
+    "dsml, types": (
+        "dsml",
+        DSML_CALLS.format(
+            DSML.format(
+                "files.write",
+                DSML_PARAMETER.format("path", "true", "null")
+                + DSML_PARAMETER.format("any", "true", "5")
+                + "\n"
+                + DSML_PARAMETER.format("lines", "false", "[1]")
+                + DSML_PARAMETER.format("ratio", "false", "0.5"),
+            )
+        ),
+        [
+            CallDelta("files.write"),
+            ArgumentsDelta('{"path": "null", "any": "5", "lines": [1], "ratio": 0.5}'),
+        ],
+    ),
+    "dsml, as DeepSeek V4 has it": (
+        "dsml",
+        f"<｜DSML｜tool_calls>\n{DSML.format('weather', DSML_CITY)}</｜DSML｜tool_calls>",
+        ROME,
+    ),
+    # the template of google/gemma-4-31B-it
+    "gemma": (
+        "gemma",
+        '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:5}<tool_call|>'
+        "<|tool_call>call:clock{}<tool_call|>",
+        [CallDelta("weather"), ArgumentsDelta('{"city": "Rome", "days": 5}'), *CLOCK],
+    ),
+    "gemma, nested": (
+        "gemma",
+        'Now. <|tool_call>call:files.write{any:{a:[1,<|"|>x, "y": {}<|"|>,{}],<|"|>b c<|"|>:null},'
+        "lines:[],ratio:-1.5,mode:None,text:true}<tool_call|>",
+        [
+            TextDelta("Now. "),
+            CallDelta("files.write"),
+            ArgumentsDelta(
+                '{"any": {"a": [1, "x, \\"y\\": {}", {}], "b c": null}, "lines": [], '
+                '"ratio": -1.5, "mode": null, "text": true}'
+            ),
+        ],
+    ),
+    "gemma, JSON's quotes and spaces": (
+        "gemma",
+        '<|tool_call>call:weather{ "city": "Ro\\u006de" }<tool_call|>',
+        ROME,
+    ),
+    "gemma, a tool that nobody offered": (
+        "gemma",
+        "<|tool_call>call:sun{a:1}<tool_call|>",
+        [TextDelta("<|tool_call>call:sun{a:1}<tool_call|>")],
+    ),
     "granite": (
         "granite",
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "clock"}]',
@@ -332,6 +463,11 @@ def test_a_text_in_pieces_holds_what_the_whole_one_does(name):
                 ', "arguments": {', '"a": "', "\\", '"', "<function=clock>", "<parameter=x>", "\n",
                 "</function>", "<arg_key>", "clock", "(", ")", "a=1", "[TOOL_CALLS]", "[ARGS]", " ",
                 "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|channel|>",
+                "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.clock:0", ":",
+                "{", "<|tool_call_argument_begin|>", "<minimax:tool_call>", '<invoke name="clock">',
+                '<parameter name="x">', "</invoke>", "<｜DSML｜function_calls>", "<|tool_call>",
+                '<｜DSML｜invoke name="clock">', '<｜DSML｜parameter name="x" string="true">',
+                "</｜DSML｜parameter>", "</｜DSML｜invoke>", "call:clock{", '<|"|>', "<tool_call|>",
                 "<|start|>assistant", "<|message|>", "<|python_tag|>", "<|python_start|>", "é", "]",
             ]
         ),
@@ -355,6 +491,18 @@ def test_arguments_come_as_they_are_written():
     reader = parsers.parsers_of("", calls="qwen_coder").reader(TOOLS)
     assert reader.feed("<function=weather><parameter=city>Ro")[-1] == ArgumentsDelta('{"city": "Ro')
     assert reader.feed('"m') == [ArgumentsDelta('\\"m')]
+    for calls, begin in (
+        ("minimax", '<minimax:tool_call><invoke name="weather"><parameter name="city">Ro'),
+        ("dsml", '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Ro'),
+        ("gemma", '<|tool_call>call:weather{city:<|"|>Ro'),
+    ):
+        reader = parsers.parsers_of("", calls=calls).reader(TOOLS)
+        assert reader.feed(begin) == [CallDelta("weather"), ArgumentsDelta('{"city": "Ro')]
+        assert reader.feed('"m') == [ArgumentsDelta('\\"m')]
+    reader = parsers.parsers_of("", calls="kimi").reader(TOOLS)
+    begin = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    assert reader.feed(f"{begin}<|tool_call_argument_begin|>") == []
+    assert reader.feed('{"ci') == [CallDelta("weather"), ArgumentsDelta('{"ci')]
 
 
 @pytest.mark.parametrize(
@@ -365,6 +513,9 @@ def test_arguments_come_as_they_are_written():
         ("qwen_coder", "<function=weather><parameter=days>1", '{"days": '),
         ("pythonic", '[weather(city="a", days=', '{"city": "a"'),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ', '{"city": '),
+        ("kimi", '<|tool_call_begin|>weather:0<|tool_call_argument_begin|>{"city"', '{"city"'),
+        ("minimax", '<invoke name="weather"><parameter name="days">1', '{"days": '),
+        ("gemma", '<|tool_call>call:weather{city:<|"|>a<|"|>,days:1', '{"city": "a", "days": '),
     ],
 )
 def test_a_call_that_is_cut_off_has_the_arguments_so_far(calls, text, expected):
@@ -377,6 +528,9 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(calls, text, expected):
         ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"),
         ("qwen_coder", "<function=weather><parameter=city>Rome</parameter>"),
         ("pythonic", '[weather(city="Rome"'),
+        ("minimax", '<invoke name="weather"><parameter name="city">Rome</parameter>\n'),
+        ("dsml", f'<｜DSML｜invoke name="weather">{DSML_CITY}'),
+        ("gemma", '<|tool_call>call:weather{city:<|"|>Rome<|"|>'),
     ],
 )
 def test_a_call_that_its_writer_forgot_to_close_is_closed(calls, text):
@@ -400,6 +554,8 @@ def test_a_call_that_its_writer_forgot_to_close_is_closed(calls, text):
         ("mistral", "", "[THINK]Hm.[/THINK]Four.", HM_FOUR),
         ("seed_oss", "", "<seed:think>Hm.</seed:think>Four.", HM_FOUR),
         ("kimi", "", "◁think▷Hm.◁/think▷Four.", HM_FOUR),
+        ("gemma", "", "<|channel>thought\nHm.\n<channel|>Four.", HM_FOUR),
+        ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", "Four.", FOUR),
         (
             "granite",
             "",
@@ -459,6 +615,7 @@ def test_a_schema_that_is_none_leaves_the_arguments(schema):
         ("qwen_coder", "<function=f><parameter=x>5</parameter></function>"),
         ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>5</arg_value></tool_call>"),
         ("pythonic", "[f(x=5)]"),
+        ("minimax", '<invoke name="f"><parameter name="x">5</parameter></invoke>'),
     ):
         assert read([text], calls=calls, tools=tools) == [
             CallDelta("f"),
@@ -497,6 +654,10 @@ TEMPLATES = {  # a line that each family's templates have
     "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name }}<think>',
     "nemotron": "{{ '<TOOLCALL>[' + fn.name }}",
     "llama": "{{ '<|python_tag|>' }}",
+    "kimi": "<|tool_calls_section_begin|>{{ call.id }}<|tool_call_argument_begin|><think></think>",
+    "minimax": '<minimax:tool_call><invoke name="{{ n }}"><parameter name="a"><think>',
+    "dsml": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls><think>",
+    "gemma": "<|tool_call>call:{{ n }}<tool_call|><|channel>thought\n<channel|>",
 }
 
 
@@ -504,8 +665,8 @@ TEMPLATES = {  # a line that each family's templates have
 def test_a_template_shows_its_family(name):
     families = parsers.parsers_of(TEMPLATES[name])
     assert families.calls is parsers.CALL_PARSERS[name] and families.offers
-    marks = {"mistral": "mistral", "granite": "granite"} | dict.fromkeys(
-        ("deepseek", "glm", "hermes"), "think"
+    marks = {name: name for name in ("mistral", "granite", "gemma")} | dict.fromkeys(
+        ("deepseek", "glm", "hermes", "kimi", "minimax", "dsml"), "think"
     )
     assert families.marks is (parsers.REASONING_PARSERS[marks[name]] if name in marks else None)
 
@@ -519,6 +680,24 @@ def test_a_template_that_shows_none_has_hermes_calls_and_no_reasoning():
     text = f"{HARMONY}<|channel|>final<|message|>Four."
     reader = thinks.reader(TOOLS)
     assert reader.feed(text) + reader.end() == [ReasoningDelta("Look it up."), TextDelta("Four.")]
+
+
+def test_reading_keeps_the_special_tokens_that_it_needs():
+    """The tokenizers of these families have parts of their marks as tokens of their own."""
+    dsml = parsers.parsers_of(TEMPLATES["dsml"])
+    assert "｜DSML｜" in dsml.kept(tools=True) and "｜DSML｜" not in dsml.kept(tools=False)
+    gemma = parsers.parsers_of(TEMPLATES["gemma"]).kept(tools=True)
+    assert {"<|channel>", "<channel|>", '<|"|>'} <= set(gemma)
+
+
+def test_lists_within_lists_end_a_call_of_gemmas():
+    """A generator within a generator for each would end in a RecursionError."""
+    for depth in (60, 5000):
+        text = f"<|tool_call>call:clock{{a:{'[' * depth}{']' * depth}}}<tool_call|>."
+        found = read([text], calls="gemma")
+        assert found[0] == CallDelta("clock") and isinstance(found[-1], TextDelta)
+    assert json.loads(read([text.replace("[" * 5000, "[" * 3).replace("]" * 5000, "]" * 3)],
+                           calls="gemma")[1].text) == {"a": [[[]]]}  # fmt: skip
 
 
 def test_names_of_other_servers_mean_the_same():
