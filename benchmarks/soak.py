@@ -5,14 +5,17 @@
 
 `quantflow serve` runs in a process of its own. Each client asks again when it was answered or gave
 up: texts, streams, several answers, log-probabilities, grammars and stop strings, greedy or
-sampled; bodies cut short, wrong, too long and of 1 MB; one request in ten goes away after some of
-its answer. Everything is drawn from --seed. Every ten seconds the server's resident memory and
+sampled; chats with tools, with schemas and with reasoning, as LangChain, MCP's clients, Open WebUI
+and Continue send them; bodies cut short, wrong, too long and of 1 MB; one request in ten goes away
+after some of its answer. The chats have a template of this program's, unless --options name one.
+Everything is drawn from --seed. Every ten seconds the server's resident memory and
 /metrics are read; at the end, when no request runs, once more.
 
 It exits 1 where an answer has another status than its kind of request promises, a connection ends
 before its answer, a block of the cache is in use or a token reserved at the end, a request is
 unaccounted for, or the memory of the last tenth of the time is more than `--growth` above that of
-the first tenth after the warm-up.
+the first tenth after the warm-up. The warm-up takes two minutes at least: a shorter try does not
+judge memory.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -38,12 +42,41 @@ from typing import Any
 from _report import table
 
 HOST = "127.0.0.1"
-WARM = 0.05  # of the time, in which memory may grow: caches of grammars, threads, the pool's pages
+# in which memory may grow: caches of grammars, threads, the pool's pages; of the time, and seconds
+WARM, LEAST_WARM = 0.05, 120.0
 WORDS = (
     (Path(__file__).resolve().parents[1] / "examples/tiny-llama/stdlib_text.py").read_text().split()
 )
 PROPERTIES = {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["name"]}
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+# an edit of the filesystem server, GitHub's issues, and a search as pydantic writes it
+TOOLS = {
+    "edit_file": {
+        "path": {"type": "string"},
+        "edits": {"type": "array", "maxItems": 3, "items": PLACE},
+        "dryRun": {"type": "boolean", "default": False},
+    },
+    "list_issues": {
+        "state": {"type": "string", "enum": ["OPEN", "CLOSED"]},
+        "perPage": {"type": "number", "minimum": 1, "maximum": 100},
+        "since": {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "null"}]},
+    },
+    "search": {"query": {"type": "string", "maxLength": 40}, "place": PLACE},
+}
+LEFT_OVERS: dict[str, Any] = {  # of Open WebUI's page
+    "params": {},
+    "features": {"web_search": False, "code_interpreter": False},
+    "metadata": {"task": "title_generation", "chat_id": None},
+    "session_id": "a",
+    "background_tasks": {"tags_generation": True},
+}
+TEMPLATE = """{% for m in messages %}{{ m.role }}: \
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\
+{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}\
+{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"""
+STOPS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|im_end|>", "/src/", "```"]
 Body = dict[str, Any] | bytes
 
 
@@ -130,6 +163,104 @@ def tokenize(rng: random.Random) -> tuple[str, Body]:
     return "/tokenize", {"inputs": text(rng, 400)}
 
 
+def chat(rng: random.Random, **fields: Any) -> tuple[str, Body]:
+    """A chat as Open WebUI sends it: a stream with its usage or a title, with its page's fields."""
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text(rng, 20)}],
+        "max_completion_tokens": rng.choice((8, 40)),
+        "temperature": rng.choice((0, 0.7)),
+        "stream": rng.random() < 0.7,
+    }
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    return "/v1/chat/completions", {**body, **rng.choice(({}, LEFT_OVERS)), **fields}
+
+
+def tools(rng: random.Random) -> tuple[str, Body]:
+    """A chat with tools, which may be called or must be, and with earlier calls."""
+    offered = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {"type": "object", "properties": properties, "required": []},
+            },
+        }
+        for name, properties in TOOLS.items()
+    ]
+    named = {"type": "function", "function": {"name": rng.choice(list(TOOLS))}}
+    call = {"name": "search", "arguments": json.dumps({"query": text(rng, 3)})}
+    earlier = [
+        {"role": "user", "content": text(rng, 10)},
+        {
+            "role": "assistant",
+            "content": rng.choice(("", " ", None)),
+            "tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": text(rng, 10)},
+    ]
+    return chat(
+        rng,
+        messages=[*(earlier if rng.random() < 0.5 else ()), {"role": "user", "content": "go"}],
+        tools=offered,
+        tool_choice=rng.choice(("auto", "none", "required", named)),
+        parallel_tool_calls=rng.random() < 0.5,
+        max_completion_tokens=rng.choice((8, 120)),
+    )
+
+
+def structured(rng: random.Random) -> tuple[str, Body]:
+    """An answer that follows a schema, under the names of several servers."""
+    wrapped = {"name": "answer", "schema": PLACE, "strict": rng.random() < 0.5}
+    return chat(
+        rng,
+        **rng.choice(
+            (
+                {"response_format": {"type": "json_schema", "json_schema": wrapped}},
+                {"response_format": {"type": "json_object"}},
+                {"guided_json": {**SCHEMA, "title": text(rng, 2)}},  # compiled anew
+                {"structured_outputs": {"choice": ["yes", "no"]}},
+            )
+        ),
+    )
+
+
+def reasoning(rng: random.Random) -> tuple[str, Body]:
+    """A chat whose answer begins with reasoning, and whose history has some."""
+    name = rng.choice(("reasoning_content", "reasoning"))
+    earlier = {"role": "assistant", "content": text(rng, 5), name: text(rng, 10)}
+    question = {"role": "user", "content": text(rng, 10)}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    return chat(
+        rng,
+        messages=[question, earlier, question],
+        reasoning_effort=rng.choice((None, "low", "none")),
+        **rng.choice(({"enable_thinking": False}, {"enable_thinking": True}, thinks)),
+    )
+
+
+def editor(rng: random.Random) -> tuple[str, Body]:
+    """The completion of code as Continue asks for it: a raw prompt, and many stop strings."""
+    prompt = f"<|fim_prefix|>{text(rng, 30)}<|fim_suffix|>{text(rng, 10)}<|fim_middle|>"
+    body = {"prompt": prompt, "stop": STOPS, "max_tokens": 40, "temperature": 0.01}
+    return "/v1/completions", {**body, "stream": True}
+
+
+def large(rng: random.Random) -> tuple[str, Body]:
+    """Chats that are too large: of 1 MB, of many messages, of more tools than are taken."""
+    many = {"type": "function", "function": {"name": "search", "parameters": PLACE}}
+    return chat(
+        rng,
+        **rng.choice(
+            (
+                {"messages": [{"role": "user", "content": "x " * 500_000}]},
+                {"messages": [{"role": "user", "content": text(rng)}] * 5_000},
+                {"tools": [many] * 2_000},
+            )
+        ),
+    )
+
+
 def wrong(rng: random.Random) -> tuple[str, Body]:
     """What is refused: values out of range, a prompt of 1 MB, no JSON at all."""
     bodies: tuple[Body, ...] = (
@@ -150,6 +281,12 @@ KINDS: dict[str, tuple[Callable[[random.Random], tuple[str, Body]], set[int], in
     "grammar": (grammar, {200, 429}, 2),
     "exploding": (exploding, {200, 422, 429}, 1),
     "tokenize": (tokenize, {200}, 1),
+    "chat": (chat, {200, 429}, 3),
+    "tools": (tools, {200, 429}, 4),
+    "structured": (structured, {200, 429}, 3),
+    "reasoning": (reasoning, {200, 429}, 2),
+    "editor": (editor, {200, 429}, 2),
+    "large": (large, {400, 413, 422, 429}, 1),
     "wrong": (wrong, {400, 413, 422}, 3),
 }
 
@@ -162,6 +299,7 @@ def ask(port: int, rng: random.Random, seen: Seen) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     leaves = rng.random() < 0.1
     connection = HTTPConnection(HOST, port, timeout=300)
+    said = b""
     try:
         if leaves:
             cut = data[: rng.randrange(len(data) + 1)] if rng.random() < 0.3 else data
@@ -178,7 +316,7 @@ def ask(port: int, rng: random.Random, seen: Seen) -> None:
         else:
             connection.request("POST", path, data, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            answer.read()
+            said = answer.read()[:200]
             outcome = str(answer.status)
     except (HTTPException, OSError) as error:
         outcome = "left" if leaves else f"{type(error).__name__}: {error}"
@@ -187,7 +325,7 @@ def ask(port: int, rng: random.Random, seen: Seen) -> None:
     with seen.lock:
         seen.answers[kind, outcome] += 1
         if outcome != "left" and not (outcome.isdigit() and int(outcome) in promised):
-            seen.faults.append(f"{kind}: {outcome}: {data[:200]!r}")
+            seen.faults.append(f"{kind}: {outcome}: {data[:200]!r}: {said!r}")
 
 
 def resident(pid: int) -> int:
@@ -221,9 +359,10 @@ def judge(seen: Seen, end: dict[str, float], seconds: float, growth: float) -> l
             "requests: "
             f"{ ({name: end[name] for name in ('submitted', 'finished', 'cancelled', 'failed')}) }"
         )
-    early = [size for when, size in seen.memory if WARM * seconds <= when <= (WARM + 0.1) * seconds]
+    warm = max(WARM * seconds, LEAST_WARM)
+    early = [size for when, size in seen.memory if warm <= when <= warm + 0.1 * seconds]
     late = [size for when, size in seen.memory if when >= 0.9 * seconds]
-    if early and late and median(late) > (1 + growth) * median(early):
+    if early and median(late) > (1 + growth) * median(early):
         left.append(
             f"resident memory grew from {median(early) / 1e6:.0f} to {median(late) / 1e6:.0f} MB"
         )
@@ -235,16 +374,13 @@ def start(given: argparse.Namespace, stack: ExitStack) -> tuple[int, int]:
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "quantflow",
-        "serve",
-        str(given.artifact),
-        "--port",
-        str(port),
-        *given.options,
-    ]
+    options = list(given.options)
+    if "--chat-template" not in options:
+        template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "chat.jinja"
+        template.write_text(TEMPLATE)
+        options += ["--chat-template", str(template)]
+    command = [sys.executable, "-m", "quantflow", "serve", str(given.artifact)]
+    command += ["--port", str(port), *options]
     server = stack.enter_context(
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     )
