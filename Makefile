@@ -27,7 +27,8 @@ EXPORTED = $(if $(filter inc,$(FORMAT)),$(notdir $(MEASURED)) -o $(WORK)/4-expor
 export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
 # llama.cpp likewise: one that holds gguf and llama-cpp-python.
 export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
-# Clients of servers likewise: openai, huggingface_hub, text-generation, langchain-openai, schemathesis.
+# Clients of servers likewise: openai, huggingface_hub, text-generation, langchain-openai, litellm,
+# schemathesis, mcp-server-git, mcp-server-fetch, mcp-server-time.
 export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
 # llm-compressor, AutoRound and GPTQModel likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)

@@ -1,6 +1,6 @@
 """Foreign clients against a running server; the Python of an environment that has them runs this.
 
-    python foreign_clients.py {hub,text-generation,langchain,litellm} URL
+    python foreign_clients.py {openai,hub,text-generation,langchain,litellm,mcp} URL
 
 Each sends what its users send, and prints the result as JSON.
 """
@@ -10,6 +10,101 @@ import sys
 
 PROMPT = "class Stack:\n    def"
 MESSAGES = [{"role": "user", "content": "def"}]
+
+
+def plain_models():
+    """Models as users write them: without `extra="forbid"`, with nested and optional parts."""
+    from typing import Literal
+
+    from pydantic import BaseModel, Field
+
+    class Place(BaseModel):
+        city: Literal["Rome", "Oslo"]
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: Literal["Ann", "Bob"]
+        age: int = Field(ge=0, le=9)
+        home: Place | None = None
+        kinds: list[Literal["x", "y"]] = Field(default_factory=list, max_length=2)
+
+    return Place, Person
+
+
+def openai(url):
+    from openai import BadRequestError, OpenAI
+
+    _, person = plain_models()
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    chat = client.chat.completions
+    asked = {"model": "tgi", "messages": MESSAGES, "temperature": 0}
+    parsed = chat.parse(**asked, max_tokens=200, response_format=person).choices[0].message.parsed
+    tool = {
+        "type": "function",
+        "function": {"name": "person", "parameters": person.model_json_schema()},
+    }
+    with chat.stream(**asked, max_tokens=200, tools=[tool], tool_choice="required") as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    chunks = list(
+        chat.create(**asked, max_tokens=6, stream=True, stream_options={"include_usage": True})
+    )
+    try:
+        chat.create(**{**asked, "messages": [{"role": "user", "content": "x y " * 2000}]})
+        told = []
+    except BadRequestError as error:
+        told = [error.code, error.param]
+    return {
+        "models": [one.id for one in client.models.list()],
+        "parsed": parsed.model_dump(),
+        "called": person.model_validate_json(call.function.arguments).model_dump(),
+        "events": sorted(kinds),
+        "stream": "".join(one.choices[0].delta.content or "" for one in chunks if one.choices),
+        "usage": chunks[-1].usage.completion_tokens,
+        "told": told,
+    }
+
+
+def mcp(url):
+    """The tools of three servers of MCP, each of which must be called."""
+    import asyncio
+    from pathlib import Path
+
+    import jsonschema
+    from mcp import ClientSession, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "tgi", "messages": MESSAGES, "max_tokens": 150, "frequency_penalty": 1.5}
+    found = {}
+
+    async def of(server):
+        command = str(Path(sys.executable).with_name(f"mcp-server-{server}"))
+        running = stdio_client(StdioServerParameters(command=command))
+        async with running as (read, write), ClientSession(read, write) as session:
+            await session.initialize()
+            listed = (await session.list_tools()).tools
+        for one in listed:
+            # the second name is that of the library's version 2
+            schema = getattr(one, "inputSchema", None) or one.input_schema
+            function = {"name": one.name, "parameters": schema}
+            answer = client.chat.completions.create(
+                **asked,
+                seed=1,
+                tools=[{"type": "function", "function": function}],
+                tool_choice="required",
+            ).choices[0]
+            (call,) = answer.message.tool_calls
+            whole = answer.finish_reason == "tool_calls"
+            if whole:
+                jsonschema.validate(json.loads(call.function.arguments), schema)
+            found[one.name] = [call.function.name, whole]
+
+    for server in ("time", "git", "fetch"):
+        asyncio.run(of(server))
+    return found
 
 
 def hub(url):
@@ -95,12 +190,30 @@ def langchain(url):
         frequency_penalty=1.5,
     )
     called = bound.bind_tools([weather], tool_choice="weather").invoke("def").tool_calls
+    place, person = plain_models()
+    roomy = ChatOpenAI(
+        base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=200
+    )
+    structured = {
+        method: roomy.with_structured_output(person, method=method).invoke("def").model_dump()
+        for method in ("json_schema", "function_calling")
+    }
+    either = roomy.bind_tools([place, person], tool_choice="any")
+    (chosen,) = either.invoke("def").tool_calls
+    whole = None
+    for chunk in either.stream("def"):
+        whole = chunk if whole is None else whole + chunk
+    free = roomy.bind_tools([place, person]).invoke("def")
     return {
         "chat": model.invoke("def").content,
         "chat_stream": "".join(chunk.content for chunk in model.stream("def")),
         "text": text.invoke(PROMPT),
         "batch": [answer.content for answer in model.batch(["def", "import"])],
         "called": [call["name"] for call in called],
+        "structured": structured,
+        "chosen": {"Place": place, "Person": person}[chosen["name"]](**chosen["args"]).model_dump(),
+        "streamed": whole.tool_calls[0]["args"] == chosen["args"],
+        "free": isinstance(free.content, str),
     }
 
 
@@ -138,6 +251,8 @@ def litellm(url):
 
 if __name__ == "__main__":
     run = {
+        "openai": openai,
+        "mcp": mcp,
         "hub": hub,
         "text-generation": text_generation,
         "langchain": langchain,

@@ -59,6 +59,26 @@ def expected(server):
     return answer["generated_text"], ids, len(answer["details"]["prefill"]), chat
 
 
+PERSON = {"name", "age", "home", "kinds"}
+
+
+def test_openai(client, expected):
+    found = client("openai")
+    assert found["parsed"].keys() == found["called"].keys() == PERSON
+    assert found["stream"] == expected[3] and found["usage"] == 6
+    assert found["told"] == ["context_length_exceeded", "messages"]
+    assert "tool_calls.function.arguments.delta" in found["events"]
+    assert found["models"] == ["python-model"]
+
+
+def test_mcp(client):
+    """The schemas of released servers of MCP, as its client lists them."""
+    found = client("mcp")
+    assert {"get_current_time", "git_log", "fetch"} <= found.keys()
+    assert all(name == called for name, (called, _) in found.items())
+    assert sum(whole for _, whole in found.values()) > len(found) / 2
+
+
 def test_huggingface_hub(client, expected):
     text, ids, prompt, chat = expected
     found = client("hub")
@@ -90,6 +110,8 @@ def test_langchain(client, expected):
         chat,
     )
     assert found["called"] == ["weather"]
+    assert all(one.keys() == PERSON for one in found["structured"].values())
+    assert found["chosen"].keys() in ({"city"}, PERSON) and found["streamed"] and found["free"]
 
 
 def test_litellm_falls_back_where_a_prompt_is_too_long(client, expected):
