@@ -29,7 +29,7 @@ from quantflow.unifying.job import UnifyJob
     "--expand",
     type=int,
     metavar="N",
-    help="Make N tensor-parallel ranks of one, instead of merging.",
+    help="Make N ranks of one, instead of merging.",
 )
 @click.option(
     "-m",
@@ -60,6 +60,14 @@ from quantflow.unifying.job import UnifyJob
     is_flag=True,
     help="Go on without missing replicas, which the result names.",
 )
+@click.option(
+    "--expert-parallel/--no-expert-parallel",
+    "-u/ ",
+    "--use_expert_paral/ ",
+    "expert_parallel",
+    default=None,
+    help="Gaudi's files of a mixture: each card held some experts, or a part of each.",
+)
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
 def command(
@@ -82,6 +90,7 @@ def command(
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
              quantflow unify -m work/shards -o work/2-quantize                   shards of quantize
              quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files
+             quantflow unify -u --ranks 1 -m DIR/g2 -o work/3-unify              some experts each
     """
     flags, _ = recipe_flags("unify", {**shared, "groups": (*groups, *more_groups)})
     values = recipe_from(recipe_data(recipe, settings, {"model": "unused", **flags}))
@@ -94,6 +103,7 @@ def command(
         ranks=shared["ranks"],
         expand=shared["expand"],
         allow_missing=shared["allow_missing"],
+        expert_parallel=shared["expert_parallel"],
         model=None if not shared["model"] else Path(shared["model"]),
         force=shared["force"],
     )

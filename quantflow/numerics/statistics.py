@@ -1,7 +1,8 @@
 """Statistics: how ranks and devices merge them, and the checks of every observer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 import torch
@@ -233,3 +234,15 @@ def refuse_other_shape(mine: Sequence[int], other: Sequence[int], *, observer: s
             f"{observer}: shapes {list(mine)} and {list(other)}",
             "concatenate the shards of a sharded tensor, do not merge them",
         )
+
+
+def bound_of_sum(maxima: Iterable[float]) -> Tensor:
+    """A bound of a sum by the largest magnitudes of its summands, [1, 1], rounded up."""
+    # exact, whatever lies between the summands
+    total = sum(map(Fraction, maxima), Fraction(0))
+    bound = torch.tensor([[float(total)]], dtype=torch.float32)
+    return (
+        bound
+        if Fraction(bound.item()) >= total
+        else torch.nextafter(bound, torch.full_like(bound, torch.inf))
+    )

@@ -87,7 +87,10 @@ def _scale_method(
         return {}, []
     if scheme.weights.granularity != "per_tensor":
         unused = (
-            f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use "
+            f"scale_method {name} makes scales at run time, and so does {entry['scheme']}, by its "
+            "own rule"
+            if config.scale_method.default.dynamic
+            else f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use "
             "--scheme FP8"
         )
         return {}, [unused] if "scale_method" in config.given else []
@@ -116,9 +119,14 @@ def quant_config_measurement(config: QuantConfig) -> Path:
     """The measurement that dump_stats_path names: the prefix of Gaudi's files, or a folder of ours.
 
     Raises:
-        UsageError: both are there.
+        UsageError: both are there, or the path is empty.
         InputError: neither is there.
     """
+    if not config.dump_stats_path:
+        raise UsageError(
+            "QUANT_CONFIG: dump_stats_path is empty, so it names no measurement",
+            "name one with --measurement, or make scales at run time: --scheme FP8_DYNAMIC",
+        )
     path = Path(config.dump_stats_path)
     ours = any(path.glob("rank-*-of-*"))
     theirs = any(path.parent.glob(f"{glob.escape(path.name)}_hooks_*"))

@@ -15,12 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quantflow.errors import InputError
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import read_json, readable_json
 from quantflow.formats.gaudi.file_names import FileName, find_triples
-from quantflow.formats.gaudi.gaudi_nodes import are_vllms
+from quantflow.formats.gaudi.gaudi_nodes import are_vllms, is_row_parallel
 from quantflow.formats.gaudi.triple import read_triple, write_triple
-from quantflow.measuring.merging.gaudi_files import Merged, unify_triples
+from quantflow.measuring.merging.gaudi_files import Merged, expand_triple, unify_triples
 from quantflow.measuring.merging.one_statistic import BOUNDED
 from quantflow.observers.amax import AMAX
 from quantflow.observers.channel_amax import CHANNEL_AMAX
@@ -28,6 +29,7 @@ from quantflow.progress import Progress
 from quantflow.quantizing.gaudi_measurement import digests
 
 ACCOUNT = "unified.json"
+_OF_THE_WHOLE = "the whole's, which bounds it"
 
 
 def run(
@@ -36,10 +38,12 @@ def run(
     *,
     groups_of: Callable[[int], Sequence[Sequence[int]]],
     allow_missing: bool,
+    expert_parallel: bool | None,
+    expand: int | None,
     force: bool,
     progress: Progress,
 ) -> Path:
-    """Merge the ranks; the result is the folder, or the existing one when nothing changed.
+    """Merge the ranks, or expand one; the result is the folder, or the one there when up to date.
 
     Args:
         measurement: a folder with every rank's files, or folder/prefix.
@@ -47,6 +51,9 @@ def run(
         groups_of: number of ranks -> their groups.
         allow_missing: go on without ranks that are missing, where every rank holds a copy of the
             model.
+        expert_parallel: whether a rank holds some of the experts or a part of each; None where the
+            files say it.
+        expand: number of ranks to make of one instead of merging.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: listener for each group.
     """
@@ -54,15 +61,36 @@ def run(
     files = find_triples(measurement, partial=True)
     name = next(iter(files.values())).name
     world = name.world or 1
+    if expand is not None and world > 1:
+        raise InputError(
+            f"{measurement}: holds {world} ranks, one is expanded",
+            "run `quantflow unify` on it first",
+        )
     groups = groups_of(world)
-    inputs = {"files": digests(files), "groups": groups, "allow_missing": allow_missing}
+    inputs = {
+        "files": digests(files),
+        "groups": groups,
+        "allow_missing": allow_missing,
+        **({} if expert_parallel is None else {"expert_parallel": expert_parallel}),
+        **({} if expand is None else {"expand": expand}),
+    }
     with stage_folder.locked(output):
         if stage_folder.is_up_to_date(output, inputs):
             progress.say("unify: up to date")
             return output
         stage_folder.refuse_other_result(output, inputs, force=force)
         triples = {rank: read_triple(files_of_rank) for rank, files_of_rank in files.items()}
-        merged = unify_triples(triples, groups, world=world, allow_missing=allow_missing)
+        merged = (
+            unify_triples(
+                triples,
+                groups,
+                world=world,
+                allow_missing=allow_missing,
+                expert_parallel=expert_parallel,
+            )
+            if expand is None
+            else expand_triple(triples[0], expand, expert_parallel=expert_parallel)
+        )
         with stage_folder.publish(output, stage="unify", inputs=inputs) as temporary:
             for rank, one in enumerate(merged):
                 numbered = len(merged) > 1 or are_vllms(one.triple.nodes)
@@ -117,6 +145,8 @@ def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:
                 rule = (
                     BOUNDED
                     if f"{node}|{key}" in bounds
+                    else _OF_THE_WHOLE
+                    if one.expanded
                     else "maximum"
                     if len(one.ranks) > 1
                     else "kept"
@@ -141,6 +171,13 @@ def _tell(progress: Progress, rank: int, one: Merged) -> None:
             f"unify: {outlier.key}: rank {outlier.rank} saw {outlier.amax:.4g}, the median rank "
             f"{outlier.median:.4g} "
             f"({len(one.account.outliers)} such, see {ACCOUNT})"
+        )
+    linears = [name for name in one.triple.nodes if is_row_parallel(name)]
+    reduced = [name for name in linears if len(one.triple.nodes[name].outputs) == 2]
+    if one.expanded and rank == 0 and reduced:
+        progress.say(
+            f"unify: outputs of {len(reduced)} linears before the sum over cards are not known; "
+            f"those after it stand in their place, such as {reduced[0]}"
         )
     if one.missing:
         progress.say(f"unify: rank {rank} is without ranks {', '.join(map(str, one.missing))}")

@@ -42,6 +42,8 @@ class UnifyJob:
         ranks: so many groups of neighbouring ranks instead.
         expand: make so many ranks of one instead of merging.
         allow_missing: go on without replicas that are missing as a whole; the result says which.
+        expert_parallel: of Gaudi's files, whether a rank holds some of the experts, or a part of
+            each; None where the files say it.
         model: the model that quantized shards were made from; None reads it where quantize did. Not
             read where the model ran.
         force: redo a finished result that was made from other inputs, instead of refusing.
@@ -53,6 +55,7 @@ class UnifyJob:
     ranks: int | None = None
     expand: int | None = None
     allow_missing: bool = False
+    expert_parallel: bool | None = None
     model: Path | None = None
     force: bool = False
 

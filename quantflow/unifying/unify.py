@@ -69,6 +69,11 @@ def run(job: UnifyJob, progress: Progress) -> Path:
         )
     if are_gaudis(job.measurement):
         return _unify_gaudis(job, progress)
+    if job.expert_parallel is not None:
+        raise UsageError(
+            "unify: --expert-parallel of a measurement of ours, which says what each rank holds",
+            "leave it out; it is for the files of Gaudi's toolkit",
+        )
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
     # unify names the rank of a folder that is missing.
     world = max(int(meta["mesh"]["world"]) for meta in metas.values())
@@ -136,6 +141,7 @@ def _join(job: UnifyJob, progress: Progress) -> Path:
     for flag, is_set in (
         ("--expand", job.expand is not None),
         ("--allow-missing", job.allow_missing),
+        ("--expert-parallel", job.expert_parallel is not None),
     ):
         if is_set:
             raise UsageError(
@@ -208,17 +214,13 @@ def rank_folders(folder: Path) -> list[Path]:
 
 
 def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
-    if job.expand is not None:
-        raise UsageError(
-            f"{job.measurement}: --expand of Gaudi's files, which do not say how tensors are cut",
-            "measure with `quantflow measure`, expand that, and write it with `quantflow export "
-            "--format inc`",
-        )
     return gaudi_unify.run(
         job.measurement,
         job.output,
         groups_of=lambda world: _groups(job, world) or [],
         allow_missing=job.allow_missing,
+        expert_parallel=job.expert_parallel,
+        expand=job.expand,
         force=job.force,
         progress=progress,
     )

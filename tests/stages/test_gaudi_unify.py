@@ -218,7 +218,7 @@ def test_a_stray_file_changes_nothing(tmp_path):
         ([], ["012", "34567"], 2, "groups of 3 and 5 ranks"),
         ([], ["0123", "4568"], 2, "unknown 8"),
         ([], ["--ranks", "3"], 2, "8 ranks into 3 groups of one size"),
-        ([], ["--expand", "4"], 2, "do not say how tensors are cut"),
+        ([], ["--expand", "4"], 3, "holds 8 ranks, one is expanded"),
     ],
 )
 def test_cards_that_are_missing_twice_or_left_over_are_refused_by_number(
@@ -370,3 +370,58 @@ def test_a_missing_measure_step_is_told(tmp_path, said):
     assert "_hooks_maxabs" in said(
         3, "unify", "-g", "01", "-m", tmp_path / "empty", "-o", tmp_path / "u"
     )
+
+
+def mixture_cards(folder, world: int = 4, *, experts: int = 8):
+    """Cards of vLLM's with some experts each; what lies inside expert e is at most e + 1."""
+    operator = "model.layers.0.mlp.experts.moe_op"
+    folder.mkdir(parents=True)
+    for rank in range(world):
+        own = range(rank * experts // world, (rank + 1) * experts // world)
+        nodes = {operator: Node(inputs=(cell(9),), outputs=(cell(1), *(cell(e + 1) for e in own)))}
+        for place, expert in enumerate(own):
+            for part in ("w13_list", "w2_list"):
+                nodes[f"{operator}.{part}.{place}"] = Node(
+                    inputs=(cell(0),), weight=cell(expert + 1)
+                )
+        name = FileName(prefix="inc_output", rank=rank, world=world)
+        write_triple(folder, name, Triple(nodes=nodes, local_rank=rank, modules=tuple(nodes)))
+    return folder
+
+
+def test_experts_of_many_cards_are_put_together_and_dealt_again(tmp_path, said):
+    operator, source = "model.layers.0.mlp.experts.moe_op", mixture_cards(tmp_path / "g2")
+    refused = said(2, "unify", "--ranks", "2", "-m", source, "-o", tmp_path / "no")
+    assert "do not say whether a card holds some experts or a part of each" in refused
+    for word in ("-u", "--use_expert_paral", "--expert-parallel"):
+        line = ("unify", word, "--ranks", "2", "-m", source, "-o", tmp_path / word.strip("-"))
+        assert run(*line) == 0
+    (tmp_path / "g3").mkdir()
+    one = ("unify", "-u", "--ranks", "1", "-m", source, "-o", tmp_path / "one")
+    eight = ("unify", "-u", "--expand", "8", "-m", tmp_path / "one", "-o", tmp_path / "eight")
+    assert run(*one) == 0 and run(*eight) == 0
+    for folder, count in (("u", 2), ("use_expert_paral", 2), ("one", 1), ("eight", 8)):
+        found = find_triples(tmp_path / folder)
+        inside = [read_triple(files).nodes[operator].outputs[1:] for files in found.values()]
+        assert len(inside) == count and {len(each) for each in inside} == {8 // count}
+        assert [value.item() for each in inside for value in each] == list(range(1, 9))
+        weights = [
+            read_triple(files).nodes[f"{operator}.w2_list.{place}"].weight.item()
+            for files in found.values()
+            for place in range(8 // count)
+        ]
+        assert weights == list(range(1, 9))
+    account = json.loads((tmp_path / "eight" / "unified.json").read_text())
+    assert "the whole's, which bounds it" in {row["rule"] for row in account["merged"]}
+    # what was merged is exported with scales of each expert
+    inc = ("--format", "inc", "--device", "gaudi2")
+    assert run("export", tmp_path / "one", "-o", tmp_path / "scales", *inc) == 0
+    (scales,) = find_triples(tmp_path / "scales" / "hqt_output", method="MAXABS_HW").values()
+    assert len(read_triple(scales).nodes[operator].inputs) == 1 + 8
+
+
+def test_a_measurement_of_ours_needs_no_word_about_experts(tmp_path, said, llama, text_files):
+    line = ("--calibration", text_files["calibration"], "--samples", "1", "--stats", "amax")
+    assert run("measure", llama, "-o", tmp_path / "m", *line) == 0
+    refused = said(2, "unify", "-u", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "which says what each rank holds" in refused

@@ -127,7 +127,7 @@ def _optimum_habana(root: Path, files: GaudiFiles, unmeasured: tuple[str, ...]) 
     return GaudiLayout(
         base=root,
         data="hqt_output",
-        prefix=Path(files.config.dump_stats_path).name,
+        prefix=Path(files.config.dump_stats_path).name or "measure",
         config=f"quantization_config/{files.name}.json",
         numbered=False,
         unmeasured=unmeasured,

@@ -103,6 +103,11 @@ class QuantConfig:
             raise UsageError(
                 "mod_dict: is not empty", "leave it out; the toolkit asserts that it stays empty"
             )
+        measured = any(
+            method.needs_measurement and not method.dynamic for method in self.scale_method.methods
+        )
+        if not self.dump_stats_path and (measured or self.mode == "MEASURE"):
+            raise UsageError("Invalid 'dump_stats_path' value in custom config ('')", "give a path")
         if self.hp_dtype not in ARITHMETICS:
             raise UsageError(f"hp_dtype {self.hp_dtype!r} is unknown", "use BF16, FP16 or FP32")
         dynamic = [method.name for method in self.scale_method.methods if method.dynamic]
@@ -257,7 +262,7 @@ def _value(key: str, value: Any) -> Any:
         raise UsageError(
             f"Invalid '{key}' value in custom config ('{value}')", "give a whole number, 0 or more"
         )
-    if kind is str and (not isinstance(value, str) or not value):
+    if kind is str and not isinstance(value, str):
         raise UsageError(f"Invalid '{key}' value in custom config ('{value}')", "give a path")
     if kind not in (bool, int, str) and not isinstance(value, Mapping):
         raise UsageError(f"Invalid '{key}' value in custom config ('{value}')", "give a table")

@@ -14,20 +14,32 @@ same maxima, all of them, hold copies, and any other ranks hold parts.
                         and all parts become one rank, that maximum is taken instead
     per channel         refused between parts, whose channels the files do not tell; the maximum of
                         copies
+    experts             put together and dealt to the ranks of the result, where each rank holds
+                        some of them (gaudi_experts.py)
+
+One rank is expanded to several with the maxima of the whole, which bound those of its parts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from quantflow.errors import InputError, StatisticsError, UnsupportedError
+from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
+from quantflow.formats.gaudi.experts import is_operator
 from quantflow.formats.gaudi.gaudi_nodes import is_row_parallel
 from quantflow.formats.gaudi.triple import MEASUREMENT, Node, Triple
 from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
+from quantflow.measuring.merging.gaudi_experts import (
+    Operator,
+    are_spread,
+    deal,
+    gathered,
+    without_experts,
+)
 from quantflow.measuring.merging.grouping import check_groups, some
+from quantflow.numerics.statistics import bound_of_sum
 
 _SAME_RUN = "give the ranks of one run, with one version of the toolkit and one configuration"
 
@@ -55,6 +67,7 @@ class Merged:
         ranks: numbers of the ranks that were merged, ascending.
         missing: ranks of the group that were not there.
         parts: number of different parts of the model that they hold; 1 where all hold copies.
+        expanded: whether one rank was made into several.
     """
 
     triple: Triple
@@ -62,6 +75,7 @@ class Merged:
     missing: tuple[int, ...]
     parts: int
     account: MergeAccount
+    expanded: bool = False
 
 
 def unify_triples(
@@ -70,6 +84,7 @@ def unify_triples(
     *,
     world: int | None = None,
     allow_missing: bool = False,
+    expert_parallel: bool | None = None,
 ) -> list[Merged]:
     """Merge the measurements of each group of ranks.
 
@@ -78,9 +93,12 @@ def unify_triples(
         groups: ranks of each group; group i becomes rank i, and where there is one group, rank -1.
         world: number of ranks that measured; None means that all are given.
         allow_missing: ranks may be missing, where every rank holds a copy of the model.
+        expert_parallel: whether a rank holds some of the experts, or a part of each; None where the
+            files say it, or nobody does.
 
     Raises:
-        UsageError: the groups do not hold every rank exactly once, or differ in size.
+        UsageError: the groups do not hold every rank exactly once, or differ in size; experts do
+            not divide, or it is not known how ranks hold them.
         InputError: scales instead of maxima; ranks with other nodes or modules; a rank is missing
             that is not a copy of another, or all of a group are.
         StatisticsError: arrays of different shapes.
@@ -88,6 +106,10 @@ def unify_triples(
     """
     world = len(triples) if world is None else world
     check_groups(groups, world)
+    operators: Mapping[str, Operator] = {}
+    if are_spread(triples, told=expert_parallel):
+        operators = gathered(triples, world=world)
+        triples = {rank: without_experts(triple) for rank, triple in triples.items()}
     first = min(triples)
     for rank, triple in triples.items():
         if triple.mode != MEASUREMENT:
@@ -104,12 +126,78 @@ def unify_triples(
         triple, account = _merge(members, holds=holds, local_rank=-1 if len(groups) == 1 else index)
         missing = tuple(sorted(set(group) - set(members)))
         parts = len({holds[rank] for rank in members})
-        merged.append(
-            Merged(
-                triple=triple, ranks=tuple(members), missing=missing, parts=parts, account=account
-            )
+        one = Merged(
+            triple=triple, ranks=tuple(members), missing=missing, parts=parts, account=account
         )
+        merged.append(_with_experts(one, operators, cards=len(groups), card=index))
     return merged
+
+
+def expand_triple(
+    triple: Triple, cards: int, *, expert_parallel: bool | None = None
+) -> list[Merged]:
+    """The files of so many cards, from those of one rank.
+
+    The maxima of the whole bound those of any part, but for the output of a row-parallel linear
+    before the sum over cards, of which nothing is known. Experts are dealt with `expert_parallel`;
+    else each card has all of them.
+
+    Raises:
+        UsageError: fewer than two cards; a mixture of which it is not said how cards hold its
+            experts, or whose experts do not divide.
+        InputError: scales instead of maxima.
+    """
+    if cards < 2:
+        raise UsageError(f"expand to {cards} ranks", "give 2 or more")
+    if triple.mode != MEASUREMENT:
+        raise InputError("the files hold scales", "give the files of the measurement")
+    operators: Mapping[str, Operator] = gathered({0: triple}, world=1)
+    if operators and expert_parallel is None:
+        raise UsageError(
+            f"expand to {cards} ranks: {len(operators)} mixtures, and it is not said whether a "
+            "card is to hold some of the experts or a part of each",
+            "give --expert-parallel or --no-expert-parallel",
+        )
+    if expert_parallel and not operators:
+        raise UsageError("unify: --expert-parallel, and the files have no experts", "leave it out")
+    dealt = operators if expert_parallel else {}
+    rest = without_experts(triple) if expert_parallel else triple
+    return [
+        _with_experts(
+            Merged(
+                triple=replace(rest, local_rank=card),
+                ranks=(0,),
+                missing=(),
+                parts=1,
+                account=MergeAccount(),
+                expanded=True,
+            ),
+            dealt,
+            cards=cards,
+            card=card,
+        )
+        for card in range(cards)
+    ]
+
+
+def _with_experts(
+    merged: Merged, operators: Mapping[str, Operator], *, cards: int, card: int
+) -> Merged:
+    """A merged rank with its share of the experts."""
+    if not operators:
+        return merged
+    dealt = deal(operators, cards=cards, card=card)
+    triple, account = merged.triple, merged.account
+    modules = (*triple.modules, *sorted(dealt.nodes)) if triple.modules else ()
+    return replace(
+        merged,
+        triple=replace(triple, nodes={**triple.nodes, **dealt.nodes}, modules=modules),
+        account=replace(
+            account,
+            maxima={**account.maxima, **dealt.owners},
+            bounds=[*account.bounds, *dealt.bounds],
+        ),
+    )
 
 
 def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
@@ -235,8 +323,10 @@ def _merge_node(
         merged[key] = torch.stack(list(seen.values())).amax(dim=0)
         account.maxima[f"{name}|{key}"] = contributor(largest)
         account.outliers.extend(outliers(f"{name}|{key}", largest) if len(largest) > 2 else [])
-    if is_row_parallel(name) and "output 0" in merged and len(set(held.values())) > 1:
-        if whole and "output 1" in merged:
+    operator = is_operator(next(iter(nodes.values())))
+    summands = operator or is_row_parallel(name)
+    if summands and "output 0" in merged and len(set(held.values())) > 1:
+        if whole and "output 1" in merged and not operator:
             merged["output 0"] = merged["output 1"]
         else:
             merged["output 0"] = _bound(
@@ -255,11 +345,4 @@ def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
     largest: dict[int, float] = {}
     for rank, value in outputs.items():
         largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())
-    # exact, whatever lies between the summands
-    total = sum(map(Fraction, largest.values()), Fraction(0))
-    bound = torch.tensor([[float(total)]], dtype=torch.float32)
-    return (
-        bound
-        if Fraction(bound.item()) >= total
-        else torch.nextafter(bound, torch.full_like(bound, torch.inf))
-    )
+    return bound_of_sum(largest.values())

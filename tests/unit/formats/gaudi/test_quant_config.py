@@ -53,6 +53,10 @@ KNOWN_NAMES = {
     "maxabs_quant_gemma": "maxabs_hw",
     "maxabs_quant_arbitrary": "maxabs_arbitrary",
     "maxabs_quant_scalar_scales": "maxabs_hw",
+    "maxabs_quant_qdq": "maxabs_hw",
+    "maxabs_quant_dynamic_quantization": DYNAMIC,
+    "maxabs_quant_dynamic_quantization_all_layers": DYNAMIC,
+    "maxabs_quant_dynamic_quantization_weight_pcs_pow2": "maxabs_pcs_pow2",
     "unit_scale_quant": "unit_scale",
     "pow2_quant": "maxabs_pow2",
     "weight_opt_quant": "maxabs_hw_opt_weight",
@@ -123,6 +127,11 @@ def test_a_bad_word_is_told_in_the_toolkits_own_words(key):
         ({"calibration_sample_interval": -1}, "Invalid 'calibration_sample_interval'"),
         ({"calibration_sample_interval": True}, "Invalid 'calibration_sample_interval'"),
         ({"dump_stats_path": ""}, "Invalid 'dump_stats_path'"),
+        (
+            {"dump_stats_path": "", "mode": "MEASURE", "scale_method": "unit_scale"},
+            "Invalid 'dump_stats_path'",
+        ),
+        ({"dump_stats_path": 3, "scale_method": "unit_scale"}, "Invalid 'dump_stats_path'"),
         ({"scale_params": []}, "Invalid 'scale_params'"),
         ({"scale_method": "maxabs"}, r"Invalid 'scale_method' value in custom config \('maxabs'\)"),
         (
@@ -304,7 +313,8 @@ def test_the_presets_are_shipped_under_their_known_names(name):
     for spelled in (name, f"{name}.json"):
         config = read_quant_config(find_quant_config(spelled))
     assert KNOWN_NAMES[name] in (config.mode, config.scale_method.default.name)
-    assert config.dump_stats_path == "./hqt_output/measure" and set(config.unknown) == {"method"}
+    files = "" if config.dynamic_quantization else "./hqt_output/measure"
+    assert config.dump_stats_path == files and set(config.unknown) == {"method"}
 
 
 def test_no_other_preset_is_shipped_and_what_is_special_about_some():
@@ -314,6 +324,9 @@ def test_no_other_preset_is_shipped_and_what_is_special_about_some():
     }
     assert blocked["maxabs_quant_mixtral"] == ("self_attn",)
     assert blocked["maxabs_quant_phi"] == ("matmul_qk", "matmul_av", "lm_head")
+    dynamic = read_quant_config(find_quant_config("maxabs_quant_dynamic_quantization"))
+    assert dynamic.blocklist.types == ("Matmul", "B2BMatmul", "KVCache", "VLLMKVCache")
+    assert read_quant_config(find_quant_config("maxabs_quant_qdq")).use_qdq
     assert (
         read_quant_config(find_quant_config("maxabs_measure_include_outputs")).measure_exclude
         == "NONE"
