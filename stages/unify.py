@@ -63,7 +63,7 @@ from quantflow.unifying.job import UnifyJob
 @click.option(
     "--expert-parallel/--no-expert-parallel",
     "-u/ ",
-    "--use_expert_paral/ ",
+    "--use-expert-paral/ ",
     "expert_parallel",
     default=None,
     help="Gaudi's files of a mixture: each card held some experts, or a part of each.",

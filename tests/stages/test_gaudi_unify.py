@@ -394,7 +394,16 @@ def test_experts_of_many_cards_are_put_together_and_dealt_again(tmp_path, said):
     refused = said(2, "unify", "--ranks", "2", "-m", source, "-o", tmp_path / "no")
     assert "do not say whether a card holds some experts or a part of each" in refused
     for word in ("-u", "--use_expert_paral", "--expert-parallel"):
-        line = ("unify", word, "--ranks", "2", "-m", source, "-o", tmp_path / word.strip("-"))
+        line = (
+            "unify",
+            word,
+            "--ranks",
+            "2",
+            "-m",
+            source,
+            "-o",
+            tmp_path / word.strip("-").replace("-", "_"),
+        )
         assert run(*line) == 0
     (tmp_path / "g3").mkdir()
     one = ("unify", "-u", "--ranks", "1", "-m", source, "-o", tmp_path / "one")
