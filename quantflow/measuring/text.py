@@ -93,6 +93,20 @@ def read_text(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Te
     return text
 
 
+def read_whole(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    """The token ids of a text as llama.cpp reads it: a .txt file is one document, line ends and all.
+
+    Other files have the documents of `read_text`.
+
+    Raises:
+        InputError: as `read_text`.
+    """
+    if path.suffix != ".txt" or path.is_dir():
+        return [list(document) for document in read_text(path, tokenizer).documents]
+    text = _decoded(path).removesuffix("\n")
+    return [tokens_of(needed(tokenizer, path), text, where=str(path))]
+
+
 def select(
     documents: Sequence[Sequence[int]],
     samples: int,

@@ -43,7 +43,7 @@ from quantflow.formats.llama_cpp.logits_base import (
     open_logits_base,
     writing_base,
 )
-from quantflow.measuring.text import hash_sequences, read_text
+from quantflow.measuring.text import hash_sequences, read_text, read_whole
 from quantflow.measuring.text_sources import text_digest, text_path
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
@@ -325,8 +325,8 @@ def _write_base(
 ) -> LogitsBase:
     """Run the source over the text's chunks, write llama.cpp's base, and open it."""
     assert job.write_base is not None and text is not None
-    read = read_text(text, load_tokenizer(source.folder))
-    tokens = chunks_of(read.documents, length=job.sequence_length, tokens=job.tokens)
+    documents = read_whole(text, load_tokenizer(source.folder))
+    tokens = chunks_of(documents, length=job.sequence_length, tokens=job.tokens)
     refuse_beyond(list(tokens), source.vocabulary, where=str(text))
     path = job.write_base
     sequences = LogitsBase(path=path, tokens=tokens, vocabulary=source.vocabulary).sequences(

@@ -13,7 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from quantflow.errors import InputError, UsageError
-from quantflow.measuring.text import hash_sequences, inspect_calibration, read_documents, select
+from quantflow.measuring.text import (
+    hash_sequences,
+    inspect_calibration,
+    read_documents,
+    read_whole,
+    select,
+)
 from quantflow.planning.recipe import Calibration
 
 WORDS = ["<s>", "</s>", "<pad>", "?", "one", "two", "three", "four", "user", "assistant"]
@@ -63,6 +69,13 @@ def refused(path, tokenizer, message):
 )
 def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path, tokenizer, text):
     assert read_documents(write(tmp_path, "a.txt", text), tokenizer) == [[0, 4, 5, 6], [0, 7]]
+
+
+def test_a_whole_text_file_is_one_document_and_other_files_are_as_they_were(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("one two\n\nthree\n")
+    assert read_whole(tmp_path / "a.txt", tokenizer) == [[0, 4, 5, 6]]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert read_whole(tmp_path / "a.jsonl", tokenizer) == [[0, 4], [0, 5]]
 
 
 def test_a_json_line_holds_text_messages_or_token_ids_and_notes_are_not_read(tmp_path):
