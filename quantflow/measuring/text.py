@@ -94,7 +94,7 @@ def read_text(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> Te
 
 
 def read_whole(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """The token ids of a text as llama.cpp reads it: a .txt file is one document, line ends and all.
+    """The token ids of a text as llama.cpp reads it: a .txt file is one document.
 
     Other files have the documents of `read_text`.
 
