@@ -18,6 +18,7 @@ text does to both is no part of it.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,17 +54,19 @@ from quantflow.models.skeleton import skeleton
 from quantflow.models.source import fingerprint
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.numerics.divergence import Comparison
+from quantflow.numerics.divergence import Comparison, brought_back, join, scores
 from quantflow.planning.resources import Allowance, allow_validate
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, is_model, open_folder
 from quantflow.shipped import EVALUATION
-from quantflow.sources.models import is_on_hub, model_folder
+from quantflow.sources.models import SUFFIX, is_on_hub, model_folder
+from quantflow.validating import llama_cpp_engine
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.compare_job import CompareJob, CompareResult
 from quantflow.validating.compare_page import indented, write_pages
 from quantflow.validating.layerwise import BASELINE, Comparing, Judge
+from quantflow.validating.llama_cpp_engine import LlamaCppModel
 from quantflow.validating.paired import differences, recorded, window_scores
 from quantflow.validating.windows import evaluation_sequences
 
@@ -80,18 +83,48 @@ class ComparedModel:
     Attributes:
         name: the user's name for it.
         key: name of its hidden states' folder: a word without a slash.
-        folder: its folder; that of a GGUF file holds what was imported from it.
+        folder: its folder; that of a GGUF file holds what was imported from it. Where llama.cpp
+            runs the file, it is the file.
+        artifact: the same opened; None where llama.cpp runs it.
     """
 
     name: str
     key: str
     folder: Path
-    artifact: Artifact
+    artifact: Artifact | None
+
+    @property
+    def opened(self) -> Artifact:
+        """What our runtime runs."""
+        assert self.artifact is not None  # asked of those alone that run here
+        return self.artifact
 
     @property
     def vocabulary(self) -> int:
         """Tokens that its head knows."""
-        return int(text_config(self.artifact.config).vocab_size)
+        return int(text_config(self.opened.config).vocab_size)
+
+    @property
+    def bos(self) -> int | None:
+        """The token that its tokenizer puts before a text; None where it puts none."""
+        tokenizer = load_tokenizer(self.folder)
+        before = list(tokenizer("a", verbose=False)["input_ids"])
+        bos = tokenizer.bos_token_id
+        return int(bos) if bos is not None and before[:1] == [bos] else None
+
+    def identity(self, digests: Digests) -> Any:
+        """The hashes of its files."""
+        if self.artifact is None:
+            return [llama_cpp_engine.ENGINE, digests.of_all([self.folder])[self.folder]]
+        return fingerprint(self.artifact.checkpoint, digests)
+
+    def about(self) -> tuple[str, int, int]:
+        """What it stores: its schemes or types, the bytes, and the number of weights."""
+        if self.artifact is None:
+            return llama_cpp_engine.about(self.folder)
+        nbytes = sum(info.nbytes for info in self.artifact.checkpoint.infos.values())
+        parameters = skeleton(self.artifact.config).parameters()
+        return _stored(self.artifact), nbytes, sum(each.numel() for each in parameters)
 
 
 def run(job: CompareJob, progress: Progress) -> CompareResult:
@@ -145,6 +178,9 @@ def _side(
     model: Path, *, key: str, job: CompareJob, device: Device, progress: Progress
 ) -> ComparedModel:
     """A model opened as what runs it here by default, on the reference equation."""
+    if job.engine is not None and key != BASELINE and model.suffix == SUFFIX and model.is_file():
+        llama_cpp_engine.binding()
+        return ComparedModel(name=str(model), key=key, folder=model, artifact=None)
     folder = model_folder(model, progress=progress)
     artifact = open_folder(
         folder,
@@ -169,8 +205,8 @@ def _inputs(
     digests = Digests()
     base = digests.of_all([job.source])[job.source] if source is None else None
     return {
-        "source": base if source is None else fingerprint(source.artifact.checkpoint, digests),
-        "candidates": {side.name: fingerprint(side.artifact.checkpoint, digests) for side in sides},
+        "source": base if source is None else source.identity(digests),
+        "candidates": {side.name: side.identity(digests) for side in sides},
         "text": None if text is None else text_digest(text),
         "tokens": job.tokens,
         "sequence_length": job.sequence_length,
@@ -199,29 +235,54 @@ def _compare(
         base = open_logits_base(job.source)
     elif job.write_base is not None:
         base = _write_base(job, source, text, key, progress, device=device)
-    if base is None:
-        assert source is not None and text is not None
-        sequences = _windows(job, source, text, progress)
-        vocabulary, where = source.vocabulary, source.name
-        streams = {BASELINE: _stream(source, job, device)}
-        judges: dict[str, Judge] = {}
-    else:
-        sequences = base.sequences(_bos(sides[0] if source is None else source)) if sides else []
-        vocabulary, where = base.vocabulary, str(base.path)
-        streams, judges = {}, {"judge": base.compare}
-    for side in sides:
-        if side.vocabulary != vocabulary:
-            raise InputError(
-                f"{side.name}: a vocabulary of {side.vocabulary}, {where} has {vocabulary}",
-                "compare models that were made from one source",
+    own = [side for side in sides if side.artifact is not None]
+    with ExitStack() as stack:
+        longest = job.sequence_length if base is None else int(base.tokens.shape[1])
+        engines = {
+            side.key: stack.enter_context(
+                closing(llama_cpp_engine.open_model(side.folder, longest=longest))
             )
-    refuse_beyond(sequences, vocabulary, where=str(text or job.source))
-    streams |= {side.key: _stream(side, job, device) for side in sides}
-    compared: Mapping[str, Comparison] = {}
-    if sides:
-        compared = _comparing(
-            job, source or sides[0], streams, sequences, key, progress, device=device, **judges
-        ).scores()
+            for side in sides
+            if side.artifact is None
+        }
+        if base is None:
+            assert source is not None and text is not None
+            sequences = _windows(job, source, text, progress)
+            vocabulary, where = source.vocabulary, source.name
+        else:
+            everybody: list[ComparedModel | LlamaCppModel] = [*own, *engines.values()]
+            if source is not None:
+                everybody.insert(0, source)
+            sequences = base.sequences(everybody[0].bos)
+            vocabulary, where = base.vocabulary, str(base.path)
+        for side in sides:
+            runs = engines.get(side.key, side)
+            if runs.vocabulary != vocabulary:
+                raise InputError(
+                    f"{side.name}: a vocabulary of {runs.vocabulary}, {where} has {vocabulary}",
+                    "compare models that were made from one source",
+                )
+        refuse_beyond(sequences, vocabulary, where=str(text or job.source))
+
+        def judge(number: int, logits: dict[str, Tensor]) -> Mapping[str, Comparison]:
+            tokens = sequences[number]
+            logits |= {name: device.put(each.logits(tokens)) for name, each in engines.items()}
+            if base is not None:
+                return base.compare(number, {key: device.fetch(of) for key, of in logits.items()})
+            found = scores(logits.pop(BASELINE), logits, device.put(tokens))
+            return {key: brought_back(each, device) for key, each in found.items()}
+
+        running = own if base is not None or source is None else [source, *own]
+        compared: Mapping[str, Comparison] = {}
+        if running and sides:
+            streams = {side.key: _stream(side, job, device) for side in running}
+            compared = _comparing(
+                job, running[0], streams, sequences, key, progress, device=device, judge=judge
+            ).scores()
+        elif sides:
+            steps = progress.steps(range(len(sequences)), stage=STAGE, unit="window")
+            parts = [judge(number, {}) for number in steps]
+            compared = {name: join(part[name] for part in parts) for name in engines}
     rows = [_row(side, compared[side.key], job.seed) for side in sides]
     return {
         "source": str(job.source),
@@ -257,10 +318,10 @@ def _windows(
 
 def _stream(side: ComparedModel, job: CompareJob, device: Device) -> LayerStream:
     return LayerStream(
-        side.artifact,
-        graph_for(side.artifact.config),
+        side.opened,
+        graph_for(side.opened.config),
         dtype=RUNNING[job.compute.dtype],
-        cache=rounder(side.artifact, device),
+        cache=rounder(side.opened, device),
         device=device,
     )
 
@@ -274,14 +335,14 @@ def _comparing(
     progress: Progress,
     *,
     device: Device,
-    judge: Judge | None = None,
+    judge: Judge,
 ) -> Comparing:
     """The runs of some models; memory is granted by the size of one of them."""
     assert job.output is not None
-    graph = graph_for(sized.artifact.config)
+    graph = graph_for(sized.opened.config)
     allowance: Allowance = allow_validate(
         job.resources,
-        model_size(_unquantized(sized.artifact), sized.artifact.config, graph),
+        model_size(_unquantized(sized.opened), sized.opened.config, graph),
         lengths=[len(each) for each in sequences],
         models=len(streams),
         folder=job.output,
@@ -330,7 +391,7 @@ def _write_base(
     refuse_beyond(list(tokens), source.vocabulary, where=str(text))
     path = job.write_base
     sequences = LogitsBase(path=path, tokens=tokens, vocabulary=source.vocabulary).sequences(
-        _bos(source)
+        source.bos
     )
     streams = {BASELINE: _stream(source, job, device)}
     with writing_base(path, tokens, source.vocabulary) as writer:
@@ -347,23 +408,14 @@ def _write_base(
     return open_logits_base(path)
 
 
-def _bos(side: ComparedModel) -> int | None:
-    """The token that the tokenizer puts before a text; None where it puts none."""
-    tokenizer = load_tokenizer(side.folder)
-    before = list(tokenizer("a", verbose=False)["input_ids"])
-    bos = tokenizer.bos_token_id
-    return int(bos) if bos is not None and before[:1] == [bos] else None
-
-
 def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, Any]:
     """A candidate's part of compare.json."""
     generator = torch.Generator().manual_seed(seed)
     bounds = bootstrap(comparison, generator=generator, resamples=RESAMPLES)
-    nbytes = sum(info.nbytes for info in side.artifact.checkpoint.infos.values())
-    weights = sum(parameter.numel() for parameter in skeleton(side.artifact.config).parameters())
+    stored, nbytes, weights = side.about()
     return {
         "name": side.name,
-        "stored": _stored(side.artifact),
+        "stored": stored,
         "bytes": nbytes,
         "bits_per_weight": 8 * nbytes / weights,
         "perplexity": float(comparison.nll_candidate.mean().exp()),
@@ -391,8 +443,8 @@ def _pairs(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]
     )
     found = []
     against = partial(differences, metrics=("mean_kld",), seed=seed, others=len(others) - 1)
-    for name, scores in others:
-        difference = against(scores, first[1])["mean_kld"]
+    for name, windows in others:
+        difference = against(windows, first[1])["mean_kld"]
         verdict = (
             "worse" if difference.lower > 0 else "better" if difference.upper < 0 else "undecided"
         )

@@ -39,6 +39,7 @@ class CompareJob:
             own.
         write_base: file in which the source's log-probabilities go, for llama.cpp; the candidates
             are then compared with that file, so that every figure is llama.cpp's.
+        engine: `llama.cpp` runs candidates that are GGUF files; None runs all of them here.
         force: redo a finished comparison that was made from other inputs, instead of refusing.
     """
 
@@ -59,6 +60,14 @@ class CompareJob:
         512, "--sequence-length", verbs=COMPARE, least=4, help="Tokens per window (default 512)."
     )
     write_base: Path | None = None
+    engine: str | None = setting(
+        None,
+        "--engine",
+        verbs=COMPARE,
+        choices=("llama.cpp",),
+        help="llama.cpp runs candidates that are GGUF files, in place of our runtime; needs "
+        "llama-cpp-python.",
+    )
     seed: int = setting(
         0, "--seed", verbs=COMPARE, least=0, help="Seed of the resampling (default 0)."
     )

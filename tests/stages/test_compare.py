@@ -3,13 +3,18 @@
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.formats.llama_cpp.logits_base import open_logits_base
+from quantflow.progress import SILENT
 from tests.shared import run
 
 WORDS = ("--tokens", "400", "--sequence-length", "48")
@@ -114,6 +119,85 @@ def test_a_base_gives_the_same_figures_as_its_source(
     assert (file.log_probabilities(0) - there)[there > -16].abs().max() < 1e-3
     divergence = written["candidates"][0]["metrics"]["mean_kld"]["value"]
     assert 0 < divergence < written["candidates"][1]["metrics"]["mean_kld"]["value"]
+
+
+class StandIn:
+    """The part of llama-cpp-python that is used, on transformers: nothing else is known of it."""
+
+    opened: ClassVar[list[dict]] = []
+
+    def __init__(self, **words):
+        from quantflow.runtime.load import load
+        from quantflow.sources.gguf_import import import_gguf
+
+        StandIn.opened.append(words)
+        path = Path(words["model_path"])
+        folder = import_gguf(path, path.parent.parent / "imported", SILENT)
+        self.runs = load(folder, dtype=torch.float32).model
+        self.model, self.scores = self, np.empty((words["n_ctx"], self.n_vocab()), np.float32)
+        self.past = self.closed = 0
+
+    def n_vocab(self) -> int:
+        return self.runs.config.vocab_size
+
+    def token_bos(self) -> int:
+        return self.runs.config.bos_token_id
+
+    def reset(self) -> None:
+        self.past = 0
+
+    def eval(self, tokens: list[int]) -> None:
+        assert not self.past
+        self.past = len(tokens)
+        with torch.no_grad():
+            logits = self.runs(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        self.scores[: self.past] = logits.float().numpy()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def llama_cpp(monkeypatch):
+    module = ModuleType("llama_cpp")
+    module.Llama = StandIn
+    module.llama_model_get_vocab = lambda model: model
+    module.llama_vocab_get_add_bos = lambda vocab: True  # as the model's tokenizer does
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    StandIn.opened.clear()
+
+
+def test_llama_cpp_runs_files_beside_our_runtime_and_alone(
+    llama, artifacts, text_files, tmp_path, capsys, llama_cpp
+):
+    base, engine = tmp_path / "llama.kld", ("--engine", "llama.cpp")
+    words = (artifacts["w4"], artifacts["gguf"], "--text", text_files["heldout"])
+    here = compared(capsys, llama, *words, "-o", tmp_path / "here")
+    assert StandIn.opened == []
+    there = compared(capsys, llama, *words, *engine, "-o", tmp_path / "there")
+    (opened,) = StandIn.opened
+    assert (opened["model_path"], opened["n_ctx"]) == (str(artifacts["gguf"]), 48)
+    assert there["candidates"][0] == here["candidates"][0]
+    ours, theirs = (found["candidates"][1] for found in (here, there))
+    assert theirs["windows"]["kld"] == pytest.approx(ours["windows"]["kld"], rel=1e-3)
+    assert theirs["stored"] == "BF16, F32" and theirs["bits_per_weight"] > 16
+    # with a base nothing of ours has to run
+    compared(
+        capsys, llama, "--write-base", base, "--text", text_files["heldout"], "-o", tmp_path / "b"
+    )
+    alone = compared(capsys, base, artifacts["gguf"], *engine, "-o", tmp_path / "alone")
+    with_ours = compared(capsys, base, artifacts["gguf"], "-o", tmp_path / "ours")
+    one, other = (found["candidates"][0]["windows"] for found in (alone, with_ours))
+    assert one["kld"] == pytest.approx(other["kld"], rel=1e-3)
+
+
+def test_without_llama_cpp_its_engine_is_refused_by_name(
+    llama, artifacts, text_files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    words = ("--engine", "llama.cpp", "--text", text_files["heldout"], "-o", tmp_path / "c")
+    assert run("compare", llama, artifacts["gguf"], *words) == 6
+    assert "pip install llama-cpp-python" in capsys.readouterr().err
 
 
 def test_a_base_alone_is_written_and_a_lost_one_is_made_again(llama, text_files, tmp_path, capsys):
