@@ -20,6 +20,8 @@ from quantflow.models.family import (
     FAMILIES,
     DecoderDesign,
     FamilyRow,
+    GroupScores,
+    LatentNames,
     Mixture,
     PartNames,
     RouterScores,
@@ -100,6 +102,7 @@ class Heads:
         eps: epsilon of all norms.
         cap: scores become cap * tanh(score / cap); 0: they stay.
         whole_norms: norms of queries and keys are of all heads at once.
+        latent: last features of the one kv head's keys that are its values too; 0: values apart.
     """
 
     num_heads: int
@@ -109,6 +112,32 @@ class Heads:
     eps: float
     cap: float = 0.0
     whole_norms: bool = False
+    latent: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention; see `quantflow.runtime.latent_attention`.
+
+    Attributes:
+        names: names of its parts.
+        features: features of a latent.
+        rotated: features that are rotated, of a query and of the key that all heads share.
+        plain: features of a head's queries and keys that are not rotated.
+        value: features of a head's values.
+        compressed: features of compressed queries; None: queries come from the hidden state.
+        pairs: neighbouring features are rotated together.
+        eps: epsilon of the norms inside attention.
+    """
+
+    names: LatentNames
+    features: int
+    rotated: int
+    plain: int
+    value: int
+    compressed: int | None
+    pairs: bool
+    eps: float = 1e-6  # transformers' modules have it whatever rms_norm_eps says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +178,7 @@ class Routing:
         near: share of a logit by which others may be less and count (RouterScores.SPARSE_MIXER).
         groups, chosen_groups: number of groups that experts lie in, and of those that a token's
             experts may be chosen from.
+        group_scores: how much a group counts.
     """
 
     experts: int
@@ -160,6 +190,7 @@ class Routing:
     near: float = 0.0
     groups: int = 1
     chosen_groups: int = 1
+    group_scores: GroupScores = GroupScores.BEST_TWO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +208,7 @@ class Blueprint:
         rope_of_layer: index into `ropes` of each layer; None for none.
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
+        latent: multi-head latent attention; None: queries, keys and values of heads.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
         rotary_pairs: neighbouring features of a head are rotated together.
         unit_offset: norms multiply by 1 + their weight.
@@ -197,6 +229,7 @@ class Blueprint:
     sparse: tuple[bool, ...]
     mixture: Mixture | None = None
     routing: Routing | None = None
+    latent: Latent | None = None
     by_head: bool = False
     rotary_pairs: bool = False
     unit_offset: bool = False
@@ -404,6 +437,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     biases = (design.qkv_bias, design.output_bias, design.mlp_bias, design.head_bias)
     keys.read |= {flag[0] for flag in biases if isinstance(flag, tuple)}
     layers, hidden_size = keys.count("num_hidden_layers"), keys.count("hidden_size")
+    latent = None if row.latent is None else _latent(row.latent, design, keys)
     num_heads, num_kv_heads, head_dim = _heads(row, keys, hidden_size)
     form = _form(row, design, keys)
     scale = head_dim**-0.5
@@ -418,14 +452,27 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     if design.scaled_embedding:
         embedding_scale = hidden_size**0.5
     windows = [0] * layers if design.windows is None else _WINDOWS[design.windows](keys, layers)
-    ropes, rope_of_layer = _ropes(design, keys, head_dim, windows)
+    ropes, rope_of_layer = _ropes(
+        design, keys, head_dim if latent is None else latent.rotated, windows
+    )
+    if latent is not None:
+        if num_kv_heads != num_heads:
+            raise UnsupportedDesign(
+                f"num_key_value_heads of config.json is {num_kv_heads}, of {num_heads} heads that "
+                "all have keys of their own"
+            )
+        num_kv_heads, head_dim = 1, latent.rotated + latent.features
+        scale = (latent.rotated + latent.plain) ** -0.5 * rope.latent_scale(ropes[0].parameters)
     positions = None
     if keys.get("max_position_embeddings") is not None:
         positions = keys.count("max_position_embeddings")
     sparse, routing = _routing(row, design, keys, layers)
     names, mixture = row.names, row.mixture if routing is not None else None
+    if latent is not None and latent.compressed is not None:
+        names = replace(names, qkv=(latent.names.compressed, *names.qkv[1:]))
     if design.qk_norm_key is not None and not keys.get(design.qk_norm_key):
         names = replace(names, q_norm=None, k_norm=None)
+    keys.read |= {*design.shared_size_keys}
     if mixture is not None and any(keys.get(key) == 0 for key in design.shared_size_keys):
         mixture = replace(mixture, shared=())
     return Blueprint(
@@ -441,6 +488,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             eps=keys.number(design.eps_key),
             cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
             whole_norms=design.whole_qk_norms,
+            latent=0 if latent is None else latent.features,
         ),
         form=replace(form, residual=residual_scale),
         windows=tuple(windows),
@@ -449,8 +497,9 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         sparse=sparse,
         mixture=mixture,
         routing=routing,
+        latent=latent,
         by_head=row.by_head,
-        rotary_pairs=design.rotary_pairs,
+        rotary_pairs=latent is None and keys.flag(design.rotary_pairs),
         unit_offset=row.unit_offset,
         embedding_scale=embedding_scale,
         logits_scale=logits_scale,
@@ -472,6 +521,24 @@ def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]
             f"{num_kv_heads} heads of keys and values do not divide {num_heads} heads"
         )
     return num_heads, num_kv_heads, head_dim
+
+
+def _latent(names: LatentNames, design: DecoderDesign, keys: Keys) -> Latent:
+    """The sizes of multi-head latent attention."""
+    rotated = keys.count("qk_rope_head_dim")
+    if keys.get("head_dim") not in (None, rotated):
+        raise UnsupportedDesign(
+            f"head_dim of config.json is {keys.get('head_dim')!r}, and qk_rope_head_dim {rotated}"
+        )
+    return Latent(
+        names=names,
+        features=keys.count("kv_lora_rank"),
+        rotated=rotated,
+        plain=keys.count("qk_nope_head_dim"),
+        value=keys.count("v_head_dim"),
+        compressed=None if keys.get("q_lora_rank") is None else keys.count("q_lora_rank"),
+        pairs=keys.flag(design.rotary_pairs),
+    )
 
 
 def _form(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Form:
@@ -505,7 +572,16 @@ def _routing(
         raise UnsupportedDesign(f"{chosen_key} of config.json is {chosen}, of {experts} experts")
     sparse = _SPARSE[design.sparse_layers](keys, layers)
     least, groups, chosen_groups = design.least_expert_sum, 1, 1
-    if design.expert_groups:
+    in_groups = design.expert_groups
+    if isinstance(in_groups, str):
+        method = keys.get("topk_method")
+        if method not in ("greedy", in_groups):
+            raise UnsupportedDesign(
+                f"it knows the topk_method greedy and {in_groups} of config.json, not {method!r}"
+            )
+        in_groups = method == in_groups
+        keys.read |= {"n_group", "topk_group"}
+    if in_groups:
         groups, chosen_groups = keys.count("n_group"), keys.count("topk_group")
         if experts % groups or chosen_groups > groups or experts // groups < 2 <= groups:
             raise UnsupportedDesign(
@@ -528,6 +604,7 @@ def _routing(
         near=2 * keys.number("router_jitter_noise") if mixes else 0.0,
         groups=groups,
         chosen_groups=chosen_groups,
+        group_scores=design.group_scores,
     )
     return sparse, routing if any(sparse) else None
 

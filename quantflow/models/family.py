@@ -98,6 +98,26 @@ class Mixture:
     biased: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentNames:
+    """Names inside a layer of the parts of multi-head latent attention, without `.weight`.
+
+    `PartNames.qkv` has the linears that read the hidden state: queries, and the latent with the key
+    that all heads share.
+
+    Attributes:
+        compressed: the first of those linears where queries are compressed.
+        query_norm, query_up: norm of compressed queries, and their way to the heads.
+        norm, up: norm of the latent, and the linear from it to keys and values.
+    """
+
+    compressed: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
+
+
 class Windows(Enum):
     """Rules that say which layers see a sliding window of `sliding_window` positions."""
 
@@ -122,6 +142,13 @@ class SparseLayers(Enum):
     FROM_START_TO_END = (
         "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
     )
+
+
+class GroupScores(Enum):
+    """How much a group of experts counts where some groups are chosen."""
+
+    BEST_TWO = "the sum of its two best scores"
+    BEST = "its best score"
 
 
 class RouterScores(Enum):
@@ -157,14 +184,15 @@ class DecoderDesign:
         sparse_layers: which layers have experts.
         router_scores: how logits become scores.
         expert_groups: the keys n_group and topk_group say in how many groups experts lie, and from
-            how many of them a token's are chosen; a group counts as its two best experts do.
+            how many of them a token's are chosen; a text: where the key topk_method has it.
+        group_scores: how much a group counts.
         scaled_experts: the weights of experts are multiplied by routed_scaling_factor.
         windows: which layers have a sliding window; None where none has.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
         rotary_pairs: neighbouring features of a head are rotated together, where other families
-            rotate features half a head apart.
+            rotate features half a head apart; or the key that says it.
         no_rope_layers: the key `no_rope_layers` says which layers have no rotary embedding.
         query_pre_attn_scalar: scores are multiplied by query_pre_attn_scalar^-0.5, not by
             head_dim^-0.5.
@@ -195,12 +223,13 @@ class DecoderDesign:
     shared_size_keys: tuple[str, ...] = ("shared_expert_intermediate_size",)
     sparse_layers: SparseLayers = SparseLayers.EVERY_NTH
     router_scores: RouterScores = RouterScores.SOFTMAX
-    expert_groups: bool = False
+    expert_groups: bool | str = False
+    group_scores: GroupScores = GroupScores.BEST_TWO
     scaled_experts: bool = False
     windows: Windows | None = None
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
-    rotary_pairs: bool = False
+    rotary_pairs: bool | str = False
     no_rope_layers: bool = False
     query_pre_attn_scalar: bool = False
     soft_caps: bool = False
@@ -255,6 +284,7 @@ class FamilyRow:
         unit_offset: norms multiply by 1 + their weight, so no factor can be folded into it.
         by_head: rows of the one linear of queries, keys and values come head by head: its query,
             its key, its value.
+        latent: the attention is multi-head latent attention with these parts; None: it is not.
         traced: the linears of a layer come from a trace of the model's forward, not from this row.
         decoder: how the lean decoder runs it; None leaves it to transformers' modules.
         gguf: how llama.cpp has it in a file; None where export to GGUF refuses it. It needs
@@ -269,6 +299,7 @@ class FamilyRow:
     centered: bool = False
     unit_offset: bool = False
     by_head: bool = False
+    latent: LatentNames | None = None
     traced: bool = False
     decoder: DecoderDesign | None = None
     gguf: GgufDesign | None = None
@@ -336,6 +367,19 @@ _GRANITE_MOE_DECODER = DecoderDesign(
     expert_size_key="intermediate_size",
     multipliers=True,
 )
+_LATENT = PartNames(qkv=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"))
+_DEEPSEEK: Mapping[str, Any] = MappingProxyType(
+    {
+        **_RMS_NORM,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+)
+# the sum of two sizes above, and what concerns training alone
+_LATENT_IGNORED = frozenset({"qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"})
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -768,6 +812,77 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     router_scores=RouterScores.SPARSE_MIXER,
                     windows=Windows.ALL_LAYERS,
                     head_bias=("lm_head_bias", False),
+                ),
+            ),
+            FamilyRow(
+                model_type="deepseek_v2",
+                architecture="DeepseekV2ForCausalLM",
+                names=_LATENT,
+                latent=LatentNames(),
+                mixture=Mixture(shared=_SHARED),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_DEEPSEEK,
+                        "n_routed_experts": 64,
+                        "n_shared_experts": 2,
+                        "first_k_dense_replace": 0,
+                        "routed_scaling_factor": 1.0,
+                        "topk_method": "greedy",
+                    },
+                    # transformers divides no weights, whatever norm_topk_prob says
+                    supported_values={
+                        "norm_topk_prob": False,
+                        "scoring_func": "softmax",
+                        "moe_layer_freq": 1,
+                    },
+                    ignored_keys=_LATENT_IGNORED,
+                    normalized_experts=False,
+                    experts_keys=("n_routed_experts", "num_experts"),
+                    shared_size_keys=("moe_intermediate_size", "n_shared_experts"),
+                    sparse_layers=SparseLayers.AFTER_FIRST_K,
+                    expert_groups="group_limited_greedy",
+                    group_scores=GroupScores.BEST,
+                    scaled_experts=True,
+                    rotary_pairs=True,
+                    mlp_bias=_MLP_BIAS,
+                ),
+            ),
+            # DeepSeek V3 and R1. Layers beyond the last predict further tokens.
+            FamilyRow(
+                model_type="deepseek_v3",
+                architecture="DeepseekV3ForCausalLM",
+                names=_LATENT,
+                latent=LatentNames(),
+                mixture=Mixture(shared=_SHARED, correction="gate.e_score_correction_bias"),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_DEEPSEEK,
+                        "n_routed_experts": 256,
+                        "n_shared_experts": 1,
+                        "num_experts_per_tok": 8,
+                        "first_k_dense_replace": 3,
+                        "n_group": 8,
+                        "topk_group": 4,
+                        "norm_topk_prob": True,
+                        "routed_scaling_factor": 2.5,
+                        "rope_interleave": True,
+                    },
+                    supported_values={
+                        "scoring_func": "sigmoid",
+                        "topk_method": "noaux_tc",
+                        "moe_layer_freq": 1,
+                    },
+                    ignored_keys=_LATENT_IGNORED | {"num_nextn_predict_layers", "num_mtp_layers"},
+                    least_expert_sum=1e-20,
+                    experts_keys=("n_routed_experts", "num_local_experts"),
+                    shared_size_keys=("moe_intermediate_size", "n_shared_experts"),
+                    sparse_layers=SparseLayers.AFTER_FIRST_K,
+                    router_scores=RouterScores.SIGMOID,
+                    expert_groups=True,
+                    scaled_experts=True,
+                    rotary_pairs="rope_interleave",
                 ),
             ),
             FamilyRow(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from quantflow.errors import InputError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models import architecture
-from quantflow.models.architecture import Blueprint, Keys, UnsupportedDesign
+from quantflow.models.architecture import Blueprint, Keys, Latent, UnsupportedDesign
 from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
 from quantflow.models.graph import HEAD
 
@@ -246,9 +246,13 @@ def _linears(
     for index, sparse in enumerate(blueprint.sparse):
         prefix = f"{names.layers}.{index}"
         qkv = (queries, values, values)
-        for name, rows in zip(names.qkv, qkv if len(names.qkv) > 1 else (sum(qkv),), strict=True):
-            yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.qkv_bias, keys)
-        yield f"{prefix}.{names.output}", (hidden, queries), _has_bias(design.output_bias, keys)
+        if blueprint.latent is not None:
+            yield from _of_latent(design, blueprint, blueprint.latent, prefix, keys)
+        else:
+            of_names = qkv if len(names.qkv) > 1 else (sum(qkv),)
+            for name, rows in zip(names.qkv, of_names, strict=True):
+                yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.qkv_bias, keys)
+            yield f"{prefix}.{names.output}", (hidden, queries), _has_bias(design.output_bias, keys)
         if sparse and blueprint.mixture is not None:
             for name, shape, has_bias in _of_mixture(design, blueprint, blueprint.mixture, keys):
                 yield f"{prefix}.{name}", shape, has_bias
@@ -259,6 +263,25 @@ def _linears(
             yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.mlp_bias, keys)
         yield f"{prefix}.{names.down}", (hidden, width), _has_bias(design.mlp_bias, keys)
     yield names.head, (blueprint.vocab_size, hidden), _has_bias(design.head_bias, keys)
+
+
+def _of_latent(
+    design: DecoderDesign, blueprint: Blueprint, latent: Latent, prefix: str, keys: Keys
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """The linears of multi-head latent attention, as `_linears` has them."""
+    hidden, heads = keys.count("hidden_size"), blueprint.heads.num_heads
+    biased, queries = _has_bias(design.qkv_bias, keys), heads * (latent.rotated + latent.plain)
+    first, second = (f"{prefix}.{name}" for name in blueprint.names.qkv)
+    if latent.compressed is None:
+        yield first, (queries, hidden), False
+    else:
+        yield first, (latent.compressed, hidden), biased
+        yield f"{prefix}.{latent.names.query_up}", (queries, latent.compressed), False
+    yield second, (latent.features + latent.rotated, hidden), biased
+    rows = heads * (latent.plain + latent.value)
+    yield f"{prefix}.{latent.names.up}", (rows, latent.features), False
+    output = (hidden, heads * latent.value)
+    yield f"{prefix}.{blueprint.names.output}", output, _has_bias(design.output_bias, keys)
 
 
 def _of_mixture(
@@ -319,12 +342,21 @@ def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
         (names.gated_norm, hidden),
         (names.q_norm, queries * heads.head_dim),
         (names.k_norm, values * heads.head_dim),
+        *_latent_norms(blueprint.latent),
     )
     for index in range(blueprint.layers):
         yield from (
             (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
         )
     yield names.norm, hidden
+
+
+def _latent_norms(latent: Latent | None) -> Iterator[tuple[str, int]]:
+    """The norms inside multi-head latent attention, and their lengths."""
+    if latent is not None:
+        yield latent.names.norm, latent.features
+        if latent.compressed is not None:
+            yield latent.names.query_norm, latent.compressed
 
 
 def _has_bias(flag: BiasFlag, keys: Keys) -> bool:

@@ -152,10 +152,22 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
     factor: float = parameters["factor"]
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
-
-    def scale(of: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * of * math.log(factor) + 1.0
-
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return float(scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"]))
-    return scale(1)
+        all_dim = _yarn_scale(factor, parameters["mscale_all_dim"])
+        return float(_yarn_scale(factor, parameters["mscale"]) / all_dim)
+    return _yarn_scale(factor, 1)
+
+
+def _yarn_scale(factor: float, of: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * of * math.log(factor) + 1.0
+
+
+def latent_scale(parameters: Mapping[str, Any]) -> float:
+    """The factor of all scores where multi-head latent attention has a stretched rotation.
+
+    It makes up for `mscale_all_dim`, by which the rotated features are divided, in all features.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _yarn_scale(parameters["factor"], parameters["mscale_all_dim"]) ** 2

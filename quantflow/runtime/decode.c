@@ -14,6 +14,9 @@
  *
  * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities to
  * bfloat16. CPUs that multiply pairs of bfloat16 do so then; sums stay float32.
+ *
+ * Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) has one kv head. Its
+ * last `latent` features are a column's keys and its values, and lie in the cache once.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -75,7 +78,8 @@ typedef struct { const float *weight, *bias; } Norm;
 typedef struct {
     /* Of `kind`: keys [blocks, kv_heads, block / SIDE, head_dim, SIDE], values [blocks, kv_heads,
      * block, head_dim]. In bfloat16 two features of the keys are neighbours,
-     * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2]. */
+     * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2].
+     * values is NULL where the keys hold them (`latent`). */
     void *keys, *values;
     float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8, not measured */
     const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
@@ -100,6 +104,7 @@ typedef struct {
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
     int64_t rows, block, width; /* rows: sequences */
     int64_t query_heads, kv_heads, head_dim, kind;
+    int64_t latent;            /* last features of a key that are its value too; 0: values apart */
     int64_t whole_norms;       /* q_norm and k_norm are of all heads at once */
     int64_t centered;          /* norms subtract the mean first (LayerNorm) */
     int64_t parallel;          /* the MLP reads what attention reads, not what it added to */
@@ -114,7 +119,9 @@ typedef struct {
 
 /* The promises that every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
-    CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
+    CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys);
+    CHECK(s->latent >= 0 && s->latent <= s->head_dim && s->latent % LANES == 0 &&
+          !s->latent == !!l->values);
     CHECK(!l->rotary_dim || (l->cos && l->sin));
     CHECK(s->rows > 0 && s->block > 0 && s->block % SIDE == 0 && s->width > 0 && s->first[0] == 0 &&
           s->tiles[0] == 0);
@@ -123,7 +130,7 @@ static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
-    CHECK(!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps &&
+    CHECK((s->latent || (!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps)) &&
           !(l->key_scales && s->kind != INT8));
     for (int64_t row = 0, group = s->query_heads / s->kv_heads; row < s->rows; row++) {
         int64_t count = s->first[row + 1] - s->first[row];
@@ -447,11 +454,11 @@ INLINE vf multiply_add_pairs(vf sum, vf x, vf w, const int paired) {
 #endif
 }
 
-/* R rows of x by O outputs from `o` on, to out [R, LANES]. Each is summed in all lanes, in an order
- * that no other row or output changes. Where x is in bfloat16 as well, a lane takes two numbers a
+/* R rows of x, `apart` elements from each other, by O outputs from `o` on, to out [R, LANES]. Each
+ * is summed in all lanes, in an order that no other row or output changes. Where x is in bfloat16 as well, a lane takes two numbers a
  * step. */
-INLINE void product_tile(const void *x, const void *weight, float *out, int64_t in, int64_t o,
-                         const int x_kind, const int kind, const int R, const int O) {
+INLINE void product_tile(const void *x, int64_t apart, const void *weight, float *out, int64_t in,
+                         int64_t o, const int x_kind, const int kind, const int R, const int O) {
     const int paired = x_kind == BFLOAT16, STEP = paired ? 2 * LANES : LANES;
     vf sum[6][4];
     for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (vf){0};
@@ -461,7 +468,7 @@ INLINE void product_tile(const void *x, const void *weight, float *out, int64_t 
         for (int j = 0; j < O; j++) w[j] = operand(weight, (o + j) * in + i, STEP, kind, paired);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-            vf value = operand(x, r * in + i, STEP, x_kind, paired);
+            vf value = operand(x, r * apart + i, STEP, x_kind, paired);
 #pragma GCC unroll 4
             for (int j = 0; j < O; j++)
                 sum[r][j] = multiply_add_pairs(sum[r][j], value, w[j], paired);
@@ -470,7 +477,7 @@ INLINE void product_tile(const void *x, const void *weight, float *out, int64_t 
     int64_t rest = in % STEP, from = in - rest;
     for (int r = 0; r < R && rest; r++)
         for (int j = 0; j < O; j++) {
-            vf value = operand(x, r * in + from, rest, x_kind, paired);
+            vf value = operand(x, r * apart + from, rest, x_kind, paired);
             vf w = operand(weight, (o + j) * in + from, rest, kind, paired);
             sum[r][j] = multiply_add_pairs(sum[r][j], value, w, paired);
         }
@@ -487,17 +494,25 @@ typedef struct {
     const float *bias;
     float *out;
     int64_t rows, in, outs, x_kind, kind, most;
+    int64_t x_row, out_row;   /* elements from row to row */
+    int64_t x_head, out_head; /* elements from head to head, each with a weight of its own */
 } Multiply;
 
-/* LANES outputs of a panel of rows. */
+static inline int64_t panels_of(const Multiply *t) {
+    return (t->rows + t->most - 1) / t->most * ((t->outs + LANES - 1) / LANES);
+}
+
+/* LANES outputs of a panel of rows, of one head. */
 static void product_of_panel(const void *context, int64_t unit) {
     const Multiply *t = context;
-    const void *x = t->x, *weight = t->weight;
     const float *bias = t->bias;
-    float *out = t->out;
     const int64_t in = t->in, outs = t->outs, x_kind = t->x_kind, kind = t->kind;
     const int64_t bytes = x_kind == BFLOAT16 ? 2 : 4, lines = (outs + LANES - 1) / LANES;
-    const int64_t panel = unit / lines * t->most, line = unit % lines;
+    const int64_t apart = t->x_row, head = unit / panels_of(t), place = unit % panels_of(t);
+    const int64_t panel = place / lines * t->most, line = place % lines;
+    const char *x = (const char *)t->x + head * t->x_head * bytes;
+    const char *weight = (const char *)t->weight + head * outs * in * (kind == BFLOAT16 ? 2 : 4);
+    float *out = t->out + head * t->out_head;
     const int64_t many = t->rows - panel < t->most ? t->rows - panel : t->most;
     float sums[PANEL][LANES];
     int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
@@ -505,11 +520,11 @@ static void product_of_panel(const void *context, int64_t unit) {
         some = LANES == 8 && many >= 4 ? 2 : 4;
         some = width - at < some ? 1 : some;
         for (int64_t row = 0, size; row < many; row += size) {
-            const char *from = (const char *)x + (panel + row) * in * bytes;
+            const char *from = x + (panel + row) * apart * bytes;
             size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
 #define TILE_OF(X, KIND, R, O) \
     if (x_kind == X && kind == KIND && size == R && some == O) \
-        product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
+        product_tile(from, apart, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
 #define TILES_OF(X, KIND) \
     TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
     TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
@@ -525,7 +540,7 @@ static void product_of_panel(const void *context, int64_t unit) {
     }
     for (int64_t row = 0; row < many; row++)
         for (int64_t j = 0; j < width; j++)
-            out[(panel + row) * outs + begin + j] = sums[row][j]
+            out[(panel + row) * t->out_row + begin + j] = sums[row][j]
                 + (bias ? bias[begin + j] : 0);
 }
 
@@ -542,9 +557,25 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
           (kind == FLOAT32 || kind == BFLOAT16));
     CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
     const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2;
-    Multiply context = {x, weight, bias, out, rows, in, outs, x_kind, kind, most};
-    share(product_of_panel, &context, (rows + most - 1) / most * ((outs + LANES - 1) / LANES),
-          rows * outs * in, PRODUCTS_WORTH_A_THREAD);
+    Multiply context = {x, weight, bias, out, rows, in, outs, x_kind, kind, most, in, outs, 0, 0};
+    share(product_of_panel, &context, panels_of(&context), rows * outs * in, PRODUCTS_WORTH_A_THREAD);
+}
+
+/* The same for each head: out[:, h] = x[:, h] @ weight[h].T.
+ * x: [rows, heads, in], out: [rows, heads, outs], which may be parts of wider tensors: rows and
+ * heads are so many elements apart; weight: [heads, outs, in] */
+void product_of_heads(const void *x, const void *weight, float *out, int64_t rows, int64_t heads,
+                      int64_t in, int64_t outs, int64_t x_row, int64_t x_head, int64_t out_row,
+                      int64_t out_head, int64_t x_kind, int64_t kind) {
+    CHECK(x && weight && out && rows > 0 && heads > 0 && in > 0 && outs > 0 &&
+          (kind == FLOAT32 || kind == BFLOAT16));
+    CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
+    CHECK(x_row >= in && x_head >= in && out_row >= outs && out_head >= outs);
+    const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2;
+    Multiply context = {x, weight, NULL, out, rows, in, outs, x_kind, kind, most,
+                     x_row, out_row, x_head, out_head};
+    share(product_of_panel, &context, heads * panels_of(&context), heads * rows * outs * in,
+          PRODUCTS_WORTH_A_THREAD);
 }
 
 typedef struct {
@@ -653,11 +684,16 @@ typedef struct {
     int64_t narrow; /* whether it rounds queries and probabilities */
 } Heads;
 
+/* Features of queries, keys and values of a column; values that are a part of the keys count once. */
+static inline int64_t width_of(const Step *s) {
+    return (s->query_heads + (s->latent ? 1 : 2) * s->kv_heads) * s->head_dim;
+}
+
 static void rope_store_column(const void *context, int64_t at) {
     const Heads *t = context;
     const Step *s = t->s;
     const Layer *l = t->l;
-    const int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    const int64_t dim = s->head_dim, width = width_of(s);
     int64_t row = sequence_of(s->first, s->rows, at);
     int64_t column = s->start[row] + at - s->first[row];
     int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
@@ -682,7 +718,7 @@ static void rope_store_column(const void *context, int64_t at) {
             x[i + half] = high * cos[i + half] + low * sin[i + half];
         }
     }
-    /* x has passed queries and keys: it is a head of values, its keys kv_heads before it */
+    /* x has passed queries and keys: it is a head of values, if any, its keys kv_heads before it */
     for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
         int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
         float k = l->key_steps ? l->key_steps[h] : 1;
@@ -690,21 +726,24 @@ static void rope_store_column(const void *context, int64_t at) {
         const float *keys = x - s->kv_heads * dim;
         if (s->kind == BFLOAT16) {
             store_keys(keys, (uint32_t *)l->keys + (index - lane) * dim / 2 + lane, dim);
+            if (s->latent) continue;
             store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column,
                          at + 1 == s->first[row + 1], dim);
             continue;
         }
         store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
               s->kind);
+        if (s->latent) continue;
         store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
     }
 }
 
 /* Apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
- * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim] */
+ * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim], without the values where
+ * the keys hold them */
 void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
-    int64_t width = (s->query_heads + 2 * s->kv_heads) * s->head_dim, columns = s->first[s->rows];
+    int64_t width = width_of(s), columns = s->first[s->rows];
     Heads context = {.s = s, .l = l, .qkv = qkv};
     share(rope_store_column, &context, columns, columns * width, WORTH_A_THREAD);
 }
@@ -853,6 +892,48 @@ INLINE void accumulate_values(const Step *s, const Layer *l, const int64_t *at, 
         for (int g = 0; g < T; g++) *(vf *)(sums + g * s->head_dim + i + w * LANES) = sum[w][g];
 }
 
+/* The same of values that are features of the keys: sums * shrink + probabilities @ keys, for four
+ * features from `i` on. A register holds a feature of LANES columns, so a block of columns is summed
+ * in lanes first; its order does not depend on the other queries. Columns outside of [from, to) may
+ * never have been written. */
+INLINE void accumulate_latent(const Step *s, const Layer *l, const int64_t *at, int64_t from,
+                              int64_t to, const float *scores, const float *shrink, float *sums,
+                              int64_t i, const int kind, const int T) {
+    enum { GROUPS = BLOCK / LANES };
+    const int MOST = LANES == 8 ? 2 : 4; /* queries whose sums fit in registers */
+    const vi lanes = {NUMBERS};
+    for (int first = 0; first < T; first += MOST) {
+        vf sum[4][4];
+        const int some = T - first < MOST ? T - first : MOST;
+        for (int f = 0; f < 4; f++) for (int g = 0; g < some; g++) sum[f][g] = (vf){0};
+        for (int w = 0; w < GROUPS && w * LANES < to; w++) {
+            vf k[4];
+            if ((w + 1) * LANES <= from) continue;
+            for (int f = 0; f < 4; f++) {
+                const int64_t place = keys_of(s, at[w], kind)
+                    + (kind == BFLOAT16 ? (i + f) / 2 * 2 : i + f) * SIDE;
+                if (kind == BFLOAT16) {
+                    vf pair = *(const vf *)((const uint16_t *)l->keys + place);
+                    k[f] = f % 2 ? upper(pair) : lower(pair);
+                } else k[f] = load(l->keys, place, kind);
+            }
+            if (w * LANES < from || (w + 1) * LANES > to) {
+                vi seen = (lanes >= (int)from - w * LANES) & (lanes < (int)to - w * LANES);
+                for (int f = 0; f < 4; f++) k[f] = blend(seen, k[f], (vf){0});
+            }
+            for (int g = 0; g < some; g++) {
+                vf p = *(const vf *)(scores + (first + g) * BLOCK + w * LANES);
+                for (int f = 0; f < 4; f++) sum[f][g] = multiply_add(sum[f][g], p, k[f]);
+            }
+        }
+        for (int g = 0; g < some; g++) {
+            v4 *own = (v4 *)(sums + (first + g) * s->head_dim + i);
+            *own = *own * shrink[first + g]
+                + sums_of_lanes(sum[0][g], sum[1][g], sum[2][g], sum[3][g]);
+        }
+    }
+}
+
 /* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  2 * pairs is a
  * multiple of LANES. Called only where HAS_PAIRS is 1. */
 INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
@@ -867,8 +948,9 @@ INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t strid
 
 /* Attention of T queries of one kv head over the columns that they see, by the online softmax of
  * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time. q, out: [head_dim] of
- * each query; first, end: the columns [first, end) of sequence `row` that each query sees; sink:
- * where the layer has sinks, the score of each query's, which counts in its sum alone.
+ * each query, out the latent where there is one; first, end: the columns [first, end) of sequence
+ * `row` that each query sees; sink: where the layer has sinks, the score of each query's, which
+ * counts in its sum alone.
  *
  * The sums of a query have the same order whichever queries are computed with it and however the
  * columns lie in blocks. */
@@ -880,7 +962,10 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
     int64_t dynamic = kind == INT8 && l->key_scales;              /* scales of each column */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale;
-    float step = l->value_steps ? l->value_steps[h] : 1;
+    const float *value_scales = s->latent ? l->key_scales : l->value_scales;
+    const float *value_steps = s->latent ? l->key_steps : l->value_steps;
+    const int64_t values = s->latent ? dim - s->latent : 0; /* first feature of a key in the sums */
+    float step = value_steps ? value_steps[h] : 1;
     float scores[TILE * BLOCK] __attribute__((aligned(64)));
     float probabilities[TILE * BLOCK / 2] __attribute__((aligned(64)));
     float largest[LANES] __attribute__((aligned(64))), shrink[LANES] __attribute__((aligned(64)));
@@ -911,7 +996,10 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         /* int8 values without measured scales: the scale of a column goes into its probability */
         for (int g = 0; g < T && dynamic; g++)
             for (int64_t j = from; j < to; j++)
-                scores[g * BLOCK + j] *= l->value_scales[at[j / LANES] + j % LANES];
+                scores[g * BLOCK + j] *= value_scales[at[j / LANES] + j % LANES];
+        for (i = values; s->latent && i < dim; i += 4)
+            accumulate_latent(s, l, at, from, to, scores, shrink, sums, i, kind, T);
+        if (s->latent) continue;
         if (narrow) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
         for (; i + W * LANES <= dim; i += W * LANES)
             accumulate_values(s, l, at, from, to, scores, probabilities, shrink, sums, i, kind,
@@ -921,8 +1009,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
                               narrow, T, 1);
     }
     for (int g = 0; g < T; g++)
-        for (int64_t i = 0; i < dim; i++) /* a query of padding sees nothing: 0 */
-            out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0;
+        for (int64_t i = values; i < dim; i++) /* a query of padding sees nothing: 0 */
+            out[g][i - values] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0;
 }
 
 /* A unit is a tile of a kv head. The last tiles, which see most columns, come first, so that no
@@ -933,7 +1021,7 @@ static void attend_unit(const void *context, int64_t unit) {
     const Layer *l = t->l;
     const float *qkv = t->qkv;
     float *out = t->out;
-    const int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    const int64_t dim = s->head_dim, width = width_of(s), outs = s->latent ? s->latent : dim;
     const int64_t group = s->query_heads / s->kv_heads, narrow = t->narrow;
     int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads;
     int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
@@ -946,7 +1034,7 @@ static void attend_unit(const void *context, int64_t unit) {
         int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1);
         int64_t column = at / group, query = head * group + at % group;
         q[g] = qkv + (from + column) * width + query * dim;
-        to[g] = out + ((from + column) * s->query_heads + query) * dim;
+        to[g] = out + ((from + column) * s->query_heads + query) * outs;
         sink[g] = l->sinks ? l->sinks[query] : 0;
         first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
         if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
@@ -966,7 +1054,7 @@ static void attend_unit(const void *context, int64_t unit) {
 }
 
 /* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
- * query_heads * head_dim] */
+ * query_heads * head_dim], or a latent for each head */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     check_step(s, l);
     int64_t seen = 0, tiles = s->tiles[s->rows];
@@ -1011,6 +1099,7 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
     for (const Layer *l = layers; l < layers + many; l++) {
         check_step(s, l);
         CHECK(l->qkv.weight->columns == hidden);
+        CHECK(!s->latent); /* its products are called one by one */
         CHECK(l->qkv.weight->rows == (s->query_heads + 2 * s->kv_heads) * s->head_dim);
         CHECK(l->output.weight->rows == hidden);
         CHECK(l->output.weight->columns == s->query_heads * s->head_dim);
@@ -1064,7 +1153,7 @@ const struct field *structure_fields(void) {
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
         FIELD(Step, tiles), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
-        FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
+        FIELD(Step, latent), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
         FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), FIELD(Step, alpha),
         FIELD(Step, limit), END(Step),

@@ -6,6 +6,9 @@ adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [colum
 and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the number of
 columns is odd, zeros lie beside the values of the last column.
 
+The latents of multi-head latent attention are keys and values at once (`latent`), and lie once, as
+keys do.
+
 With measured scales (quantflow.core.kv) float8 and int8 are in units of these scales; int8 then
 keeps a NaN as 0, having no code for it. Without them float8 is e4m3fn, as serving systems keep it:
 keys after the rotary embedding and values lie well inside its range of 448. int8 then has a scale
@@ -53,9 +56,11 @@ class KVCache:
             storage's dtype; in bfloat16 [rows or more, kv_heads, capacity / LANES, head_dim / 2,
             LANES, 2].
         values: values of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's
-            dtype; in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2].
+            dtype; in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2]; empty where the
+            keys hold them.
         key_scales, value_scales: scales of each layer's columns, [rows or more, kv_heads, capacity]
-            float32, for int8 that was not measured; otherwise empty.
+            float32, for int8 that was not measured; otherwise empty. The keys' are the values' too
+            where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
     """
 
@@ -68,6 +73,7 @@ class KVCache:
         kv_heads: int,
         capacity: int,
         head_dim: int,
+        latent: bool = False,
         scales: Sequence[KVScales] = (),
     ) -> None:
         """Reserve the memory; what is never written takes none.
@@ -79,6 +85,7 @@ class KVCache:
             kv_heads: kv heads of a layer.
             capacity: columns of a sequence.
             head_dim: features of a head, an even number for bfloat16.
+            latent: the keys hold the values, so nothing is kept for those.
             scales: scales of each layer that were measured for this kind; or none.
 
         Raises:
@@ -102,12 +109,14 @@ class KVCache:
         if kind == "bfloat16":
             keys, values = [blocks, head_dim // 2, LANES, 2], [self.capacity // 2, head_dim, 2]
         self.keys = [torch.empty(*heads, *keys, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.empty(*heads, *values, dtype=dtype) for _ in range(layers)]
+        apart = 0 if latent else layers  # layers whose values lie apart
+        self.values = [torch.empty(*heads, *values, dtype=dtype) for _ in range(apart)]
         self.key_steps = [scale.keys.expand(kv_heads).contiguous() for scale in scales]
         self.value_steps = [scale.values.expand(kv_heads).contiguous() for scale in scales]
         count = layers if kind == "int8" and not scales else 0
         self.key_scales, self.value_scales = (
-            [torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2)
+            [torch.empty(*heads, self.capacity) for _ in range(min(count, each))]
+            for each in (layers, apart)
         )
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from quantflow.runtime import operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
+from quantflow.runtime.latent_attention import latent_products
 from quantflow.runtime.operations import (
     NO_NORM,
     DecoderBlock,
@@ -51,7 +53,9 @@ def why_not(artifact: Artifact) -> str | None:
         return "it holds weights in float32 or bfloat16, not in float16"
     if note := artifact.manifest.get("lean_decoder"):
         return f"export compared it: {note}"
-    return operations.why_not(blueprint.heads.head_dim)
+    if blueprint.heads.latent and artifact.kv_cache is not None:
+        return "it has no measured scales for a cache of latents"
+    return operations.why_not(blueprint.heads.head_dim, blueprint.heads.latent)
 
 
 class LeanDecoder:
@@ -102,12 +106,10 @@ class LeanDecoder:
                 else str(artifact.dtype).removeprefix("torch.")
             )
         require_kind(kv_cache)
-        shape = {
-            "layers": blueprint.layers,
-            "kv_heads": blueprint.heads.num_kv_heads,
-            "head_dim": blueprint.heads.head_dim,
-        }
-        self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
+        shape = cache_shape(blueprint)
+        self._new_cache = partial(
+            KVCache, kind=kv_cache, layers=blueprint.layers, scales=kv_scales, **shape
+        )
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
         embedding, self._norm, self._head = ends(artifact, blueprint, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
@@ -153,7 +155,13 @@ class LeanDecoder:
             UnsupportedError: another kind of adapter than plain LoRA on linears of attention and
                 MLP.
         """
-        blueprint, adapters = self._blueprint, RowAdapters(artifact, folders)
+        blueprint = self._blueprint
+        if blueprint.latent is not None:
+            raise UnsupportedError(
+                "adapters by request: the queries and keys of latent attention have none",
+                "merge the adapter into the model",
+            )
+        adapters = RowAdapters(artifact, folders)
         order = _order_of_heads(blueprint)
         blocks = []
         for index, block in enumerate(self._blocks):
@@ -302,6 +310,16 @@ class LeanDecoder:
         return self.cache
 
 
+def cache_shape(blueprint: Blueprint) -> dict[str, Any]:
+    """The arguments of `KVCache` that say what a layer keeps of a column."""
+    heads = blueprint.heads
+    return {
+        "kv_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "latent": heads.latent > 0,
+    }
+
+
 def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:
     """The output of the head [N, V], multiplied and capped as the model has it."""
     if blueprint.logits_scale != 1:
@@ -324,9 +342,14 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
     order = _order_of_heads(blueprint)
     groups = linears_of(blueprint, index)
+    attention = _latent(artifact, blueprint, prefix, pack)
     products = [
-        projection(artifact, group, pack, order=None if at else order)
-        for at, group in enumerate(groups)
+        *attention,
+        *(
+            projection(artifact, group, pack, order=None if at else order)
+            for at, group in enumerate(groups)
+            if at >= len(attention)
+        ),
     ]
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
@@ -347,6 +370,20 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         rope=blueprint.rope_of_layer[index],
         sinks=None if names.sinks is None else _vector(artifact, f"{prefix}.{names.sinks}"),
     )
+
+
+def _latent(
+    artifact: Artifact, blueprint: Blueprint, prefix: str, pack: Pack | None
+) -> tuple[Projection, ...]:
+    """The products of a layer's multi-head latent attention, none where it has another one."""
+    latent = blueprint.latent
+    if latent is None:
+        return ()
+    names = [latent.names.norm]
+    if latent.compressed is not None:
+        names.append(latent.names.query_norm)
+    norms = {name: _norm(artifact, blueprint, f"{prefix}.{name}") for name in names}
+    return latent_products(artifact, blueprint, prefix, norms, pack)
 
 
 def linears_of(blueprint: Blueprint, index: int) -> list[list[str]]:

@@ -94,14 +94,8 @@ class LeanCheck:
         blueprint, positions = self._blueprint, len(hidden)
         scales = self._scales[index : index + 1] if rounded else ()
         kind = KIND_OF[scales[0].scheme.kind] if scales else "float32"
-        shape = {
-            "rows": 1,
-            "layers": 1,
-            "kv_heads": blueprint.heads.num_kv_heads,
-            "capacity": positions,
-            "head_dim": blueprint.heads.head_dim,
-        }
-        cache = KVCache(kind=kind, scales=scales, **shape)
+        shape = lean.cache_shape(blueprint)
+        cache = KVCache(kind=kind, rows=1, layers=1, capacity=positions, scales=scales, **shape)
         operations = Operations(
             blueprint.heads, [lean.block(artifact, blueprint, index, None)], blueprint.form
         )

@@ -77,13 +77,19 @@ class DecoderBlock:
     sinks: Tensor | None = None
 
 
-def why_not(head_dim: int) -> str | None:
+def why_not(head_dim: int, latent: int = 0) -> str | None:
     """Why decode.c cannot run heads of so many features, in a sentence; None when it can.
 
     It is compiled if need be.
+
+    Args:
+        head_dim: features of a head.
+        latent: last features of the keys that are values too.
     """
     if head_dim % LANES:
         return f"it works on {LANES} features at once, heads have {head_dim}"
+    if latent % LANES:
+        return f"it works on {LANES} features at once, latents have {latent}"
     if head_dim > MAX_HEAD_DIM:
         return f"it works on heads of {MAX_HEAD_DIM} features at most, these have {head_dim}"
     return native.why_not(SOURCE, cpu_flags=())
@@ -141,6 +147,7 @@ class _Step(ctypes.Structure):
         ("kv_heads", _COUNT),
         ("head_dim", _COUNT),
         ("kind", _COUNT),
+        ("latent", _COUNT),
         ("whole_norms", _COUNT),
         ("centered", _COUNT),
         ("parallel", _COUNT),
@@ -163,6 +170,7 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
     ),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4 + [_FLOAT] * 2),
     ("product", [_POINTER] * 4 + [_COUNT] * 5),
+    ("product_of_heads", [_POINTER] * 3 + [_COUNT] * 10),
     ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
@@ -211,6 +219,42 @@ def product(
             *map(native.address, (x, weight, bias, out)), *x.shape, len(weight), *kinds
         )
     return out
+
+
+def normalized(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """The RMSNorm of each row, [N, width] float32.
+
+    Args:
+        x: [N, width] float32.
+        norm: norm of the width.
+        eps: its epsilon.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if len(x):
+        pointers = (x.data_ptr(), None, _norm(NO_NORM), _norm(norm), out.data_ptr())
+        compiled().add_norm(*pointers, *x.shape, eps, False, 1.0, False)
+    return out
+
+
+def product_of_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the products out[:, h] = x[:, h] @ weight[h].T; what a row gives is its own.
+
+    Args:
+        x: [N, heads, I] float32, or bfloat16 where the weight is in it too; its last axis is
+            contiguous.
+        weight: [heads, O, I] float32 or bfloat16, contiguous.
+        out: [N, heads, O] float32, its last axis contiguous.
+    """
+    rows, heads, width = x.shape
+    kinds = (tuple(KINDS).index(str(each.dtype).removeprefix("torch.")) for each in (x, weight))
+    if rows:
+        compiled().product_of_heads(
+            *map(native.address, (x, weight, out)),
+            *(rows, heads, width, weight.shape[1]),
+            *(x.stride(0), x.stride(1), out.stride(0), out.stride(1)),
+            *kinds,
+        )
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[list[int], list[float]]:
@@ -319,6 +363,7 @@ class Operations:
             kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             kind=tuple(KINDS).index(cache.kind),
+            latent=heads.latent,
             whole_norms=heads.whole_norms,
             centered=form.centered,
             parallel=form.parallel,
@@ -448,15 +493,17 @@ class Operations:
         """Rotate, write to the cache and attend.
 
         Args:
-            qkv: [N, (num_heads + 2 num_kv_heads) * head_dim], changed.
+            qkv: [N, (num_heads + 2 num_kv_heads) * head_dim], changed; without the values where
+                the keys hold them.
             layer: index of the layer.
 
         Returns:
-            [N, num_heads * head_dim].
+            [N, num_heads * head_dim], or a latent for each head.
         """
         heads, structure = self._heads, self._structures[layer]
         self._library.rope_store(self._step, structure, qkv.data_ptr())
-        out = self._room("attention", qkv.shape[0], heads.num_heads * heads.head_dim)
+        width = heads.num_heads * (heads.latent or heads.head_dim)
+        out = self._room("attention", qkv.shape[0], width)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.models.architecture import Routing
-from quantflow.models.family import RouterScores
+from quantflow.models.family import GroupScores, RouterScores
 from quantflow.runtime.operations import Projection
 
 ExpertProjections = tuple[Projection, Projection]  # gate and up side by side, down
@@ -84,7 +84,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     wanted = scores if correction is None else scores + correction
     if routing.groups > 1:
         grouped = wanted.view(len(wanted), routing.groups, -1)  # [N, G, E / G]
-        best = grouped.topk(2, dim=-1).values.sum(dim=-1)  # [N, G]
+        counted = 2 if routing.group_scores is GroupScores.BEST_TWO else 1
+        best = grouped.topk(counted, dim=-1).values.sum(dim=-1)  # [N, G]
         left_out = torch.ones_like(best, dtype=torch.bool)
         left_out.scatter_(1, best.topk(routing.chosen_groups, dim=-1).indices, value=False)
         wanted = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)

@@ -44,9 +44,12 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
 
 @pytest.mark.parametrize("family", DECODED)
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
-    theirs = CONFIG_MAPPING[family](
-        **SIZES, **({} if family == "gpt_neox" else {"num_key_value_heads": 2})
-    )
+    # every head of multi-head latent attention has keys of its own
+    heads = 4 if DECODED[family].latent else 2
+    few = {} if family == "gpt_neox" else {"num_key_value_heads": heads}
+    # transformers' default is no number
+    few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
+    theirs = CONFIG_MAPPING[family](**SIZES, **few)
     found = read(theirs.to_dict())
     assert isinstance(found, Blueprint), found
 
@@ -55,10 +58,15 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
 def test_the_products_are_the_groups_of_the_graph(family):
     # as many experts as features would make the trace take a linear for a router
     few = {"moe_num_experts": 8} if family == "ernie4_5_moe" else {}
+    if (latent := DECODED[family].latent) is not None:
+        few = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+        few |= {"n_group": 2, "topk_group": 1}
     config = CONFIG_MAPPING[family](**SIZES, num_key_value_heads=4, pad_token_id=0, **few)
-    names, mixture = DECODED[family].names, DECODED[family].mixture
+    names, mixture = read(config.to_dict()).names, DECODED[family].mixture
     layer = graph_for(config).layers[-1]  # the first ones of a mixture may be dense
     ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
+    if latent is not None:
+        ours += [(latent.query_up,), (latent.up,)]
     for number in range(layer.experts):
         gate, up, down = (f"{mixture.block}.experts.{number}.{name}" for name in mixture.linears)
         ours += [(gate, up), (down,)]

@@ -31,6 +31,18 @@ SPARSE = {
 }
 SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
 DECODED = [row.model_type for row in FAMILIES.values() if row.decoder is not None]
+LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 40,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "tie_word_embeddings")
 
 
@@ -42,6 +54,9 @@ def configurations(family):
     sizes = {
         key: value for key, value in (SIZES | HEADS | SPARSE).items() if key in SIZES or key in has
     }
+    if FAMILIES[family].latent is not None:
+        sizes |= LATENT
+        yield theirs(**sizes, q_lora_rank=None), {}
     yield theirs(**sizes), {}
     for values in itertools.product((False, True), repeat=len(keys)):
         yield (

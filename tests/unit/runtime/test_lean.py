@@ -8,6 +8,8 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
     Gemma3TextConfig,
@@ -59,6 +61,21 @@ def rope(kind: str, **more) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 3,
+}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16}
 ALIKE = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 # where the family's own default lies outside of a small vocabulary
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
@@ -278,6 +295,46 @@ FAMILIES |= {
         attention_bias=True,
         lm_head_bias=True,
         router_jitter_noise=0.4,
+    ),
+    # released configurations of DeepSeek V2 Lite, V2, V3 and Kimi K2, made small
+    "deepseek_v2, queries as they are": DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None},
+        **rope("yarn", **STRETCHED, mscale=0.707, mscale_all_dim=0.707),
+        topk_method="greedy",
+        architectures=["DeepseekV2ForCausalLM"],
+    ),
+    "deepseek_v2, groups by their best expert": DeepseekV2Config(
+        **LATENT,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=16.0,
+        architectures=["DeepseekV2ForCausalLM"],
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT,
+        **rope("yarn", **STRETCHED, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1),
+        n_group=4,
+        topk_group=2,
+        architectures=["DeepseekV3ForCausalLM"],
+    ),
+    "deepseek_v3 as Kimi has it": DeepseekV3Config(
+        **LATENT,
+        **rope("yarn", **STRETCHED, mscale=1.0, mscale_all_dim=1.0, beta_fast=1, beta_slow=1),
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        architectures=["DeepseekV3ForCausalLM"],
+    ),
+    "deepseek_v3, half a head apart and biases": DeepseekV3Config(
+        **LATENT,
+        n_group=2,
+        topk_group=1,
+        rope_interleave=False,
+        attention_bias=True,
+        norm_topk_prob=False,
+        architectures=["DeepseekV3ForCausalLM"],
     ),
 }
 
