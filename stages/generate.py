@@ -101,13 +101,14 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
                 "tokens" in lookup,
                 "draft" in job,
                 "medusa" in job,
+                "mtp" in job,
             )
         )
         > 1
     ):
         raise UsageError(
             "generate: several ways together",
-            "choose one of beams, contrastive, assistant, lookup and medusa",
+            "choose one of beams, contrastive, assistant, lookup, medusa and mtp",
         )
     if beams and "count" not in beams:
         raise UsageError(

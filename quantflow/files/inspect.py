@@ -11,6 +11,7 @@ from typing import Any
 from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
 from quantflow.files.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from quantflow.files.layers_ahead import lost_words
 from quantflow.files.ledger import Ledger
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest
 from quantflow.files.safetensors_header import TensorInfo, read_header
@@ -103,8 +104,13 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtypes": _by_dtype(checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
         "files": list(checkpoint.files),
-        **({"notes": list(checkpoint.notes)} if checkpoint.notes else {}),
+        **({"notes": notes} if (notes := _notes(checkpoint)) else {}),
     }
+
+
+def _notes(checkpoint: Checkpoint) -> list[str]:
+    lost = lost_words(checkpoint.config, checkpoint.infos_with_unused)
+    return [*checkpoint.notes, *([] if lost is None else [lost])]
 
 
 def _graph(folder: Path) -> dict[str, Any]:

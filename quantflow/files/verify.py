@@ -13,6 +13,7 @@ from quantflow.errors import InputError, IntegrityError
 from quantflow.files.canonical import file_digest
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint
 from quantflow.files.folder import refuse_small_pointer
+from quantflow.files.layers_ahead import lost_words
 from quantflow.files.ledger import Ledger
 from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
 from quantflow.files.sealed import require_same_names
@@ -38,7 +39,8 @@ def verify(
 
     Returns:
         layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are
-        there; tensors and tensor_bytes of the artifact; source_bytes by action of the ledger.
+        there; tensors and tensor_bytes of the artifact; source_bytes by action of the ledger; and
+        notes, where layers that predict further tokens are not there.
 
     Raises:
         IntegrityError: a file or tensor was changed, is missing, was added, is a link out of the
@@ -55,6 +57,7 @@ def verify(
     ):
         pass
     checkpoint = open_checkpoint(folder)
+    lost = lost_words(checkpoint.config, checkpoint.infos)
     _check_tensors(checkpoint, ledger := Ledger.from_json(manifest["ledger"]))
     return {
         "layout_version": manifest["layout_version"],
@@ -66,6 +69,7 @@ def verify(
         "tensors": len(checkpoint.tensors),
         "tensor_bytes": sum(info.nbytes for info in checkpoint.infos.values()),
         "source_bytes": ledger.bytes_by_action(),
+        **({"notes": [lost]} if lost is not None else {}),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from quantflow.errors import InputError
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.layers_ahead import lost_words
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.models.graph import UNTRACED, Graph, named_graph, row_graph
 from quantflow.models.matching import matching
@@ -182,10 +183,11 @@ def _accounted(checkpoint: Checkpoint, tensors: ModelTensors) -> Checkpoint:
 def notes_of(checkpoint: Checkpoint, graph: Graph) -> list[str]:
     """Sentences about a compared checkpoint that its user should read, most often none.
 
-    They are of what was left over in the folder, tensors that no module has, and a tokenizer with
-    more tokens than the embedding has rows.
+    They are of what was left over in the folder, tensors that no module has, layers that predict
+    further tokens and are not there, and a tokenizer with more tokens than the embedding has rows.
     """
-    more = (unused_words(checkpoint), beyond_embedding(checkpoint, graph))
+    lost = lost_words(checkpoint.config, checkpoint.infos_with_unused)
+    more = (unused_words(checkpoint), lost, beyond_embedding(checkpoint, graph))
     return [*checkpoint.notes, *(note for note in more if note is not None)]
 
 

@@ -76,6 +76,14 @@ class HiddenDecoder(Decoder, Protocol):
         """
 
 
+@runtime_checkable
+class StateDecoder(HiddenDecoder, Protocol):
+    """A decoder that shows hidden states without logits, which MTP layers read of a prompt."""
+
+    def forward_states(self, input_ids: Tensor) -> Tensor:
+        """Append positions as `forward`; the final hidden states [B, T, H] float32 alone."""
+
+
 def require_length(length: int, *, have: int) -> None:
     """Refuse to crop to more positions than there are.
 

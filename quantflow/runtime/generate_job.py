@@ -343,10 +343,11 @@ class GenerateJob:
             count, and the first is not read.
         batch_size: prompts that are continued together.
         method: beams, contrastive search, lookup; None: one token after the other, or speculation
-            by `draft` or `medusa`.
+            by `draft`, `medusa` or `mtp`.
         draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a
             time.
         medusa: folder of Medusa heads.
+        mtp: tokens that the model's own layer ahead (MTP) proposes at a time.
         rules: penalties and lengths; `bad_words` and `force_words` are put in as tokens.
         stop: texts end with any of these.
         ignore_eos: texts do not end with an end token.
@@ -503,6 +504,13 @@ class GenerateJob:
         verbs=GENERATE,
         parse=Path,
         help="Medusa heads that propose: a folder with medusa_lm_head.safetensors.",
+    )
+    mtp: int | None = setting(
+        None,
+        flag="--mtp",
+        metavar="N",
+        verbs=GENERATE,
+        help="Propose N tokens with the model's own layer that predicts further tokens.",
     )
     adapter: Path | None = setting(
         None,

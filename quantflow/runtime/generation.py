@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.distributed.communicator import Communicator
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.files.canonical import read_json
 from quantflow.files.disk import write_atomic
 from quantflow.files.manifest import MANIFEST_NAME
@@ -29,10 +29,12 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder
-from quantflow.runtime.decoding import Draft, Method, generate, load_medusa
+from quantflow.runtime.decoding import Counts, Draft, Further, Method, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup, echoed
+from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.mtp import AheadLayer
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.runtime.timed_decoder import Timed
@@ -48,10 +50,11 @@ def run(
     The text of a single sequence goes to `stream` piece by piece, its prompt first.
 
     Returns:
-        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no
-        faster one; `ranks`; `adapter`, the numbers of linears that it was merged into and stands
-        beside; and `differing`, the prompts whose texts are not those of the reference. None on a
-        rank that is not the first.
+        `outputs`, one per text: prompt, text, tokens; `timing`; `speculation`, the numbers of
+        proposed and taken tokens, None without any; `decoder`, its name and why no faster one;
+        `ranks`; `adapter`, the numbers of linears that it was merged into and stands beside; and
+        `differing`, the prompts whose texts are not those of the reference. None on a rank that is
+        not the first.
     """
     telling = SILENT if progress is None else progress
     folder = model_folder(job.artifact, revision=job.revision, progress=telling)
@@ -119,7 +122,7 @@ def _continue(
     refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
     chat = job.chat or any(not isinstance(prompt, str) for prompt in prompts)
     echo = not chat if job.echo is None else job.echo
-    method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
+    method, options = _method(job, loaded, tokenizer), _options(job, loaded, tokenizer)
     room = _room(job, rows)
     decoder = Timed(loaded.decoder)
     batches = [
@@ -128,6 +131,7 @@ def _continue(
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
+    counts = Counts()
     begin = time.perf_counter()
     telling = progress if len(batches) > 1 else SILENT
     for batch in telling.steps(batches, stage="generate", unit="batch"):
@@ -149,7 +153,14 @@ def _continue(
         tell = None if spoken is None else spoken.put
         new = max(room[i] for i in batch)
         generated = generate(
-            decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options
+            decoder,
+            ids,
+            padding=padding,
+            method=method,
+            stream=tell,
+            max_new_tokens=new,
+            counts=counts,
+            **options,
         )
         if spoken is not None:
             spoken.end()
@@ -173,6 +184,11 @@ def _continue(
                 "tokens_per_second": made / taken,
             }
         )
+    if counts.acceptance is not None:
+        progress.say(
+            f"generate: {counts.taken} of {counts.proposed} proposed tokens were taken "
+            f"({counts.acceptance:.0%})"
+        )
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
     return {
         "outputs": outputs,
@@ -184,6 +200,13 @@ def _continue(
             "tokens_per_second": count / seconds,
             **decoder.summary(),
             "batches": steps,
+        },
+        "speculation": None
+        if counts.acceptance is None
+        else {
+            "proposed": counts.proposed,
+            "taken": counts.taken,
+            "acceptance": counts.acceptance,
         },
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
     }
@@ -216,7 +239,9 @@ def _check(job: GenerateJob) -> None:
         )
     if job.batch_size < 1:
         raise UsageError(f"batch_size={job.batch_size}", "use 1 or more")
-    methods = [name for name in ("method", "draft", "medusa") if getattr(job, name) is not None]
+    methods = [
+        name for name in ("method", "draft", "medusa", "mtp") if getattr(job, name) is not None
+    ]
     if len(methods) > 1:
         raise UsageError(
             f"generate: {' and '.join(methods)} together", "choose one way to generate"
@@ -268,8 +293,10 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
     ), adapted
 
 
-def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | None:
+def _method(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> Method | None:
     """The method to generate by, with what it needs loaded."""
+    if job.mtp is not None:
+        return Further(layer=_ahead(loaded), tokens=job.mtp)
     if job.medusa is not None:
         return load_medusa(job.medusa, device=job.device)
     if job.draft is not None:
@@ -277,6 +304,18 @@ def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | No
     if isinstance(job.method, Beams) and job.force_words:
         return replace(job.method, force_words=word_ids(tokenizer, job.force_words, before=(" ",)))
     return job.method
+
+
+def _ahead(loaded: Loaded) -> AheadLayer:
+    """The model's own layer that predicts further tokens.
+
+    Raises:
+        UnsupportedError: there is none, or another decoder than the lean one runs the model.
+    """
+    if not isinstance(loaded.decoder, LeanDecoder):
+        why = loaded.reasons[0] if loaded.reasons else "transformers' modules run it"
+        raise UnsupportedError(f"mtp: {why}", "leave it out; it goes with the lean decoder")
+    return AheadLayer(loaded.artifact, loaded.decoder.shared)
 
 
 def _draft(folder: Path, job: GenerateJob) -> Decoder:

@@ -6,8 +6,8 @@ decides the inputs of linears, and how weights are kept. With dtype bfloat16 and
 attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,27 @@ def why_not(artifact: Artifact) -> str | None:
     if blueprint.heads.latent and artifact.kv_cache is not None:
         return "it has no measured scales for a cache of latents"
     return operations.why_not(blueprint.heads.head_dim, blueprint.heads.latent)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelParts:
+    """What a decoder shares with layers that predict further tokens.
+
+    Attributes:
+        blueprint: the model.
+        embed: hidden states before the first layer, of tokens.
+        logits: output of the head, of hidden states after the last norm.
+        new_cache: makes a cache of the decoder's kind, as `KVCache`.
+        rotary_tables: tables for so many positions, as `Operations.begin` takes them.
+        rounds: see `Operations`.
+    """
+
+    blueprint: Blueprint
+    embed: Projection
+    logits: Projection
+    new_cache: Callable[..., KVCache]
+    rotary_tables: Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+    rounds: bool
 
 
 class LeanDecoder:
@@ -138,6 +159,18 @@ class LeanDecoder:
         self._rotary_tables: list[tuple[Tensor, Tensor]] = []
 
     @property
+    def shared(self) -> ModelParts:
+        """What layers that predict further tokens need of the model."""
+        return ModelParts(
+            blueprint=self._blueprint,
+            embed=self._embedded,
+            logits=self._logits,
+            new_cache=self._new_cache,
+            rotary_tables=self._grow_rotary_tables,
+            rounds=self._rounds,
+        )
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that `forward_rows` knows; see `adapt`."""
         return () if self._row_adapters is None else self._row_adapters[0].names
@@ -211,6 +244,12 @@ class LeanDecoder:
         hidden = self._hidden(input_ids, padding, last_only=False).clone()
         logits = self._logits(hidden)
         return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
+
+    @torch.inference_mode()
+    def forward_states(self, input_ids: Tensor) -> Tensor:
+        """Append positions; the final hidden states [B, T, H] alone, without logits."""
+        hidden = self._hidden(input_ids, None, last_only=False).clone()
+        return hidden.view(*input_ids.shape, -1)
 
     def begin_blocks(self, *, blocks: int, columns: int, positions: int) -> KVCache:
         """Empty the cache and divide it into blocks, which `forward_rows` fills with sequences.
@@ -299,10 +338,11 @@ class LeanDecoder:
         """The logits [N, V] of hidden states [N, H]."""
         return scaled(self._head(hidden), self._blueprint)
 
-    def _grow_rotary_tables(self, positions: int) -> None:
-        """Compute the rotary tables of so many positions, unless there are as many."""
+    def _grow_rotary_tables(self, positions: int) -> list[tuple[Tensor, Tensor]]:
+        """The rotary tables of so many positions, computed unless there are as many."""
         if not self._rotary_tables or len(self._rotary_tables[0][0]) < positions:
             self._rotary_tables = [rope.table(positions) for rope in self._blueprint.ropes]
+        return self._rotary_tables
 
     def _begun(self) -> KVCache:
         if self.cache is None:
@@ -354,7 +394,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
     norms = {
-        kind: NO_NORM if name is None else _norm(artifact, blueprint, f"{prefix}.{name}")
+        kind: NO_NORM if name is None else norm_of(artifact, blueprint, f"{prefix}.{name}")
         for kind, name in called.items()
     }
     experts = (
@@ -382,7 +422,7 @@ def _latent(
     names = [latent.names.norm]
     if latent.compressed is not None:
         names.append(latent.names.query_norm)
-    norms = {name: _norm(artifact, blueprint, f"{prefix}.{name}") for name in names}
+    norms = {name: norm_of(artifact, blueprint, f"{prefix}.{name}") for name in names}
     return latent_products(artifact, blueprint, prefix, norms, pack)
 
 
@@ -479,10 +519,10 @@ def ends(
     head = (
         tied_head if source == blueprint.names.embedding else projection(artifact, [source], pack)
     )
-    return embedding, _norm(artifact, blueprint, blueprint.names.norm), head
+    return embedding, norm_of(artifact, blueprint, blueprint.names.norm), head
 
 
-def _norm(artifact: Artifact, blueprint: Blueprint, name: str) -> Norm:
+def norm_of(artifact: Artifact, blueprint: Blueprint, name: str) -> Norm:
     """Read a norm, [H] or [dim] float32.
 
     A model whose norms multiply by 1 + their weight gets that sum.

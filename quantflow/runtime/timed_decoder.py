@@ -26,6 +26,8 @@ class Timed:
         self.forward: Any = self._timed(decoder.forward)
         if isinstance(decoder, HiddenDecoder):
             self.forward_hidden = self._timed(decoder.forward_hidden)
+        if hasattr(decoder, "forward_states"):
+            self.forward_states = self._timed(decoder.forward_states)
         self.seconds: list[float] = []
         self.starts: list[float] = []
         self.first: list[int] = []

@@ -1,11 +1,13 @@
 """Methods to generate on any `Decoder`: greedy, sampled, beams, contrastive, and speculation.
 
     logits.py       filters and penalties: pure functions on [B, V]
-    options.py      probabilities of Sampling, and Draft; ../generate_job.py has the other options
+    options.py      probabilities of Sampling, and what proposes; the other options are in
+                    ../generate_job.py
     request.py      prompts with these options, and the steps that every method shares
     sequential.py   one token after the other
     beams.py        beam search; constrained.py: with words that must occur
-    speculation.py  a draft model, the text itself or Medusa's heads propose, the model confirms
+    speculation.py  a draft model, the model's own layer ahead, the text itself or Medusa's heads
+                    propose, the model confirms
     medusa.py       the heads
     contrastive.py  contrastive search
     text.py         stop strings, and text that is shown while it grows
@@ -24,8 +26,8 @@ from quantflow.runtime.decoding.beams import beam_search
 from quantflow.runtime.decoding.constrained import constrained_search
 from quantflow.runtime.decoding.contrastive import contrastive_search
 from quantflow.runtime.decoding.medusa import Medusa, load_medusa
-from quantflow.runtime.decoding.options import Draft, distribution
-from quantflow.runtime.decoding.request import Request
+from quantflow.runtime.decoding.options import Draft, Further, distribution
+from quantflow.runtime.decoding.request import Counts, Request
 from quantflow.runtime.decoding.sequential import decode
 from quantflow.runtime.decoding.speculation import speculate
 from quantflow.runtime.generate_job import Beams, Contrastive, Lookup, Rules, Sampling, require
@@ -33,7 +35,9 @@ from quantflow.runtime.generate_job import Beams, Contrastive, Lookup, Rules, Sa
 __all__ = [
     "Beams",
     "Contrastive",
+    "Counts",
     "Draft",
+    "Further",
     "Lookup",
     "Medusa",
     "Method",
@@ -44,7 +48,7 @@ __all__ = [
     "load_medusa",
 ]
 
-Method = Beams | Contrastive | Draft | Lookup | Medusa
+Method = Beams | Contrastive | Draft | Further | Lookup | Medusa
 
 
 def generate(
@@ -61,6 +65,7 @@ def generate(
     pad_token_id: int | None = None,
     stop: Callable[[Sequence[int]], bool] | None = None,
     stream: Callable[[int], None] | None = None,
+    counts: Counts | None = None,
 ) -> Tensor:
     """Continue prompts.
 
@@ -77,6 +82,7 @@ def generate(
         pad_token_id: fills rows that ended; None takes the first end token, or 0.
         stop: function from the new tokens of a row to whether its text ends there.
         stream: called with each new token as soon as it is known; for one sequence, without beams.
+        counts: numbers of proposed and taken tokens, which speculation adds to.
 
     Returns:
         [B * returned, S + n] int64, the prompts included.
@@ -98,6 +104,7 @@ def generate(
         pad=pad_token_id if pad_token_id is not None else (ends or (0,))[0],
         returned=returned,
         stream=stream,
+        counts=counts,
     )
     if not isinstance(model, Decoder):
         # here: it imports transformers

@@ -1,12 +1,16 @@
-"""The probabilities that tokens are drawn with, and the method that has a model of its own."""
+"""The probabilities that tokens are drawn with, and the methods that have a model of their own."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.logits import min_p, top_k, top_p, typical_p
 from quantflow.runtime.generate_job import Sampling, require
+
+if TYPE_CHECKING:
+    from quantflow.runtime.mtp import AheadLayer
 
 
 def filtered(logits: Tensor, sampling: Sampling, *, least: int = 1) -> Tensor:
@@ -41,6 +45,27 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         does.
     """
     return filtered(logits, sampling).softmax(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Further:
+    """Speculation by the model's own layer that predicts further tokens (MTP).
+
+    Attributes:
+        layer: that layer.
+        tokens: number of tokens that are proposed at a time.
+    """
+
+    layer: "AheadLayer"
+    tokens: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a count below 1.
+
+        Raises:
+            UsageError: naming it.
+        """
+        require(self.tokens >= 1, f"mtp={self.tokens}", "use 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,19 @@ from quantflow.runtime.decoding.options import distribution
 from quantflow.runtime.generate_job import Rules, Sampling
 
 
+@dataclass(kw_only=True)
+class Counts:
+    """How many tokens speculation proposed, and how many of them were taken."""
+
+    proposed: int = 0
+    taken: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of proposed tokens that were taken; None where none was proposed."""
+        return self.taken / self.proposed if self.proposed else None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """Prompts, and how they are continued.
@@ -31,6 +44,7 @@ class Request:
         pad: fills a row after its end.
         returned: sequences per prompt.
         stream: called with each token of the only row as soon as it is known.
+        counts: numbers of proposed and taken tokens, which speculation adds to.
     """
 
     input_ids: Tensor
@@ -43,6 +57,7 @@ class Request:
     pad: int = 0
     returned: int = 1
     stream: Callable[[int], None] | None = None
+    counts: "Counts | None" = None
 
     @property
     def prompt_length(self) -> int:

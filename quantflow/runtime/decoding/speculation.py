@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.errors import UsageError
-from quantflow.runtime.decoder import Decoder, HiddenDecoder
+from quantflow.runtime.decoder import Decoder, HiddenDecoder, StateDecoder
 from quantflow.runtime.decoding.medusa import Medusa
-from quantflow.runtime.decoding.options import Draft, distribution
+from quantflow.runtime.decoding.options import Draft, Further, distribution
 from quantflow.runtime.decoding.request import Request, allowed, choose, ended
 from quantflow.runtime.generate_job import Lookup
 
-Speculation = Draft | Lookup | Medusa
+Speculation = Draft | Further | Lookup | Medusa
 
 
 class Proposer(Protocol):
@@ -61,6 +61,10 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
         raise UsageError(
             f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules"
         )
+    if isinstance(method, Further) and not isinstance(decoder, StateDecoder):
+        raise UsageError(
+            f"mtp: {type(decoder).__name__} shows no hidden states alone", "use the lean decoder"
+        )
     generator, outputs = request.generator(), list[Tensor]()
     for index in range(request.input_ids.shape[0]):
         one = request.row(index)
@@ -82,14 +86,17 @@ def _speculate(
     decoder.begin(rows=1, capacity=request.capacity)
     # logits of the whole prompt would be large; from here on a forward has few positions
     if start > 1:
-        decoder.forward(tokens[:, :-1])
+        if isinstance(proposer, _Ahead) and isinstance(decoder, StateDecoder):
+            proposer.see(decoder.forward_states(tokens[:, :-1])[0], tokens[0, 1:])
+        else:
+            decoder.forward(tokens[:, :-1])
         cached = start - 1
     while tokens.shape[1] < request.capacity:
         guess, drawn_from = proposer.propose(
             tokens, request.capacity - tokens.shape[1] - 1, hidden=hidden
         )
         step = torch.cat([tokens[:, cached:], guess[None]], dim=1)  # [1, 1 + k]
-        if isinstance(decoder, HiddenDecoder) and isinstance(proposer, _Heads):
+        if isinstance(decoder, HiddenDecoder) and isinstance(proposer, _Heads | _Ahead):
             logits, states = decoder.forward_hidden(step)
         else:
             logits, states = decoder.forward(step, last_only=False), None
@@ -103,6 +110,9 @@ def _speculate(
             ]
         )
         taken = _confirm(scores, guess, drawn_from, request=request, generator=generator)
+        if request.counts is not None:
+            request.counts.proposed += len(guess)
+            request.counts.taken += len(taken) - 1
         for token in taken:
             tokens = torch.cat([tokens, token[None, None]], dim=1)
             if request.stream is not None:
@@ -112,6 +122,8 @@ def _speculate(
         cached = tokens.shape[1] - 1
         decoder.crop(cached)
         hidden = None if states is None else states[0, len(taken) - 1]
+        if isinstance(proposer, _Ahead) and states is not None:
+            proposer.see(states[0, : len(taken)], taken)
     return tokens[0, start:]
 
 
@@ -155,6 +167,8 @@ def _confirm(
 def _proposer(method: Speculation, request: Request, generator: torch.Generator | None) -> Proposer:
     if isinstance(method, Draft):
         return _Drafter(method, request, generator)
+    if isinstance(method, Further):
+        return _Ahead(method, request, generator)
     return _Finder(method) if isinstance(method, Lookup) else _Heads(method)
 
 
@@ -185,6 +199,42 @@ class _Drafter:
                 drawn_from.append(distribution(scores, self._request.sampling))
             tried = torch.cat([tried, choose(scores, self._request, self._generator)[None]], dim=1)
         self._seen = tried[:, :cached]
+        return tried[0, confirmed:], torch.cat(drawn_from) if drawn_from else None
+
+
+class _Ahead:
+    """Proposes what the model's layer that predicts further tokens says."""
+
+    def __init__(
+        self, method: Further, request: Request, generator: torch.Generator | None
+    ) -> None:
+        """Begin a text."""
+        self._layer, self._count = method.layer, method.tokens
+        self._request, self._generator = request, generator
+        self._seen = 0  # columns of confirmed tokens
+        self._state: Tensor | None = None  # state after the last of them, [1, H]
+        self._layer.begin(request.capacity)
+
+    def see(self, hidden: Tensor, tokens: Tensor) -> None:
+        """Take confirmed tokens [n], and the model's hidden states before each of them [n, H]."""
+        self._layer.crop(self._seen)
+        self._state = self._layer.forward(hidden, tokens)[-1:]
+        self._seen += len(tokens)
+
+    def propose(
+        self, tokens: Tensor, count: int, *, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Guess from the state after the last token, then from the layer's own states."""
+        confirmed, state, drawn_from, tried = tokens.shape[1], self._state, list[Tensor](), tokens
+        if state is None:
+            return tokens[0, :0], None
+        for number in range(min(self._count, count)):
+            if number:
+                state = self._layer.forward(state, tried[0, -1:])
+            scores = allowed(self._layer.logits(state), tried, self._request)
+            if self._request.sampling is not None:
+                drawn_from.append(distribution(scores, self._request.sampling))
+            tried = torch.cat([tried, choose(scores, self._request, self._generator)[None]], dim=1)
         return tried[0, confirmed:], torch.cat(drawn_from) if drawn_from else None
 
 
