@@ -429,6 +429,12 @@ def _report(job: ExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Prog
             f"{name}: context_length is {window}, the sliding window; llama.cpp has none for "
             "this family"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
+        progress.say(
+            f"{name}: llama.cpp rounds the bounds of YaRN's ramp to whole dimensions, which "
+            "config.json's truncate false says not to do"
+        )
     if plan.remark is not None:
         progress.say(f"{name}: {plan.remark}")
     types = Counter(

@@ -66,7 +66,6 @@ from quantflow.models.open import graph_for, refuse_not_finite
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients
-from quantflow.observers.fisher import FisherObserver
 from quantflow.planning.device_memory import allow_on_device, measure_on_device
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration
@@ -179,15 +178,9 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
 
     Raises:
         UsageError: `experts` is given and there are none, or gradients on several cards.
-        UnsupportedError: a mixture on several cards, or its sensitivities.
+        UnsupportedError: a mixture on several cards.
     """
     gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
-    if FisherObserver.NAME in _stats(job) and graph.sparse:
-        raise UnsupportedError(
-            f"measure: statistic {FisherObserver.NAME} of a {graph.family.model_type}; no choice "
-            "of schemes weighs bits that a token pays for a few of the experts",
-            "name statistics without it, and schemes without @",
-        )
     if gradients and tp > 1:
         raise UsageError(
             f"measure: statistic {gradients} with tp={tp}",

@@ -43,6 +43,7 @@ def predicted_divergence(
     column_factors: Tensor,
     scale_dtype: torch.dtype,
     either_sign: bool = False,
+    most: int = ROWS,
 ) -> float:
     """The expected divergence over all tokens from rounding a weight to nearest, in nats.
 
@@ -55,13 +56,14 @@ def predicted_divergence(
             gradient of the token.
         scale_dtype: dtype in which the layout stores scales.
         either_sign: whether scales may be negative (`quantflow.numerics.grid.either_sign`).
+        most: rows that stand for all, as `sampled_rows` has it.
 
     Raises:
         StatisticsError: the factors do not belong to the weight.
         InputError: the weight is empty or holds NaN or Inf.
         SchemeError: group_size does not divide in_features.
     """
-    rows = sampled_rows(row_factors.numel())
+    rows = sampled_rows(row_factors.numel(), most=most)
     if weight.shape != (rows.numel(), column_factors.numel()):
         raise StatisticsError(
             f"{name}: weight is {list(weight.shape)}, its factors are [{row_factors.numel()}] "

@@ -35,7 +35,7 @@ from quantflow.planning.compatibility import (
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
-from quantflow.planning.recipe import Quantize, SignRound, Tune
+from quantflow.planning.recipe import ACTIVE, Quantize, SignRound, Tune
 from quantflow.planning.requirements import (
     GRADIENT_SUM,
     algorithm_of,
@@ -250,14 +250,14 @@ def resolve(
             a group size does not divide a linear's input, nothing is left to quantize, or several
             ranks are to quantize the head.
         InputError: the checkpoint lacks a linear of the family.
-        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs
-            are to be cut, no file holds a scheme; see also `kv_cache_of`.
+        UnsupportedError: ranges of the inputs of experts are to be cut, or no file holds a scheme;
+            see also `kv_cache_of`.
     """
-    if entry.mixed and graph.sparse:
-        raise UnsupportedError(
-            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; no choice of "
-            "schemes weighs bits that a token pays for a few of the experts",
-            "give one scheme, and overrides where linears need another",
+    if entry.bits_of == ACTIVE and not graph.sparse:
+        raise UsageError(
+            f"{entry.name}: bits_of={entry.bits_of} of a {graph.family.model_type}, which has no "
+            "experts",
+            "leave bits_of out: a token reads every weight",
         )
     base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)
     schemes = _schemes(entry, graph, shapes, base=base)

@@ -7,7 +7,7 @@
                    scale_arithmetic, input_observer, transforms, ignore, overrides, linears,
                    signround: {iterations, sequences, start}, tune: {steps, sequences},
                    kv_cache: {scheme, granularity}, head: {scheme, algorithm, group_size},
-                   quantized_inputs, experts, expert_tokens, target_bpw, max_kld, candidates,
+                   quantized_inputs, experts, expert_tokens, target_bpw, max_kld, bits_of,
                    expect}, ...]
     unify:       {groups}
     export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
@@ -47,6 +47,8 @@ from quantflow.settings import check_numbers, device_flag, setting
 from quantflow.shipped import TEXTS, shipped_texts
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
+ACTIVE = "active"
+BITS_OF = ("stored", ACTIVE)  # what a choice of schemes counts
 # what to do with experts that calibration reached too seldom; quantflow/planning/experts.py
 POLICIES = ("error", "all", "damp", "rtn", "share_max")
 RUN_DTYPES = ("float32", "bfloat16")  # dtypes of weights and activations while the model runs
@@ -431,6 +433,13 @@ class Quantize:
         metavar="NATS",
         help="Choose schemes for so much mean KL divergence, such as 0.02.",
     )
+    bits_of: str | None = _for_quantize(
+        None,
+        "--bits-of",
+        metavar="stored|active",
+        help="Bits that a choice counts: of all weights as stored (default), or active, those "
+        "that a token reads: experts by the share of them that it is sent to.",
+    )
     candidates: tuple[Candidate, ...] | None = setting(
         None, help="Schemes to choose from; null is integers of 2 to 8 bits."
     )
@@ -515,6 +524,16 @@ class Quantize:
         for key, value in (("target_bpw", self.target_bpw), ("max_kld", self.max_kld)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UsageError(f"quantize {self.name!r}: {key}={value}", "give a positive number")
+        if self.bits_of not in (None, *BITS_OF):
+            raise UsageError(
+                f"quantize {self.name!r}: bits_of={self.bits_of!r}",
+                nearest(str(self.bits_of), BITS_OF),
+            )
+        if self.bits_of is not None and not self.mixed:
+            raise UsageError(
+                f"quantize {self.name!r}: bits_of={self.bits_of} and nothing to choose",
+                "give target_bpw or max_kld, or leave bits_of out",
+            )
         if self.candidates is not None and not (self.mixed and self.candidates):
             raise UsageError(
                 f"quantize {self.name!r}: {len(self.candidates)} candidates, "

@@ -450,44 +450,6 @@ def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(
         quantize.run(job, QUIET)
 
 
-def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(
-    starving, text_files, tmp_path, capsys
-):
-    recipe = tmp_path / "mixed.yaml"
-    recipe.write_text(f"model: {starving}\ncalibration: {{source: {text_files['calibration']}}}\n"
-                      "quantize: [{name: x, scheme: W4A16, max_kld: 0.1}]\n")  # fmt: skip
-    measuring = (
-        "measure",
-        starving,
-        "-o",
-        tmp_path / "m",
-        "--calibration",
-        text_files["calibration"],
-    )
-    for arguments, cause, fix in (
-        (
-            (*measuring, "--stats", "amax,fisher"),
-            "statistic fisher of a mixtral",
-            "name statistics without it",
-        ),
-        (
-            (*measuring, "--for", "W4A16@4.25"),
-            "statistic fisher of a mixtral",
-            "and schemes without @",
-        ),
-        (
-            ("quantize", starving, "-o", tmp_path / "q", "--target-bpw", 4.25),
-            "max_kld of a mixtral",
-            "give one scheme",
-        ),
-        (("plan", recipe), "max_kld of a mixtral", "overrides where linears need another"),
-    ):
-        assert exit_code(cli, [str(argument) for argument in arguments]) == 6
-        told = capsys.readouterr().err
-        assert cause in told and fix in told.partition("fix: ")[2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed.yaml"]
-
-
 def test_ranks_that_round_to_nearest_share_the_widest_range_too(
     starving, measurement, tmp_path, cards
 ):

@@ -132,11 +132,15 @@ def test_tensors_of_layers_that_predict_further_tokens_are_left_out_and_said(
     assert "left out" in capsys.readouterr().err
 
 
-def test_an_expert_of_gpt_oss_in_mxfp4_keeps_its_codes_and_its_exponents(made, tmp_path):
+def test_an_expert_of_gpt_oss_in_mxfp4_keeps_its_codes_and_its_exponents(made, tmp_path, capsys):
     """Beside the blocks that llama.cpp's converter makes of the published ones."""
     model = Path(shutil.copytree(made("gpt_oss"), tmp_path / "m"))
     publish_mxfp4(model)
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["truncate"] = False
+    (model / "config.json").write_text(json.dumps(config))
     path = export(model, tmp_path / "o")
+    assert "bounds of YaRN's ramp" in capsys.readouterr().err
     assert path.name == "model-mxfp4.gguf"
     source = load_file(model / "model.safetensors")
     stem = "model.layers.1.mlp.experts"

@@ -23,7 +23,7 @@ from quantflow.models.identity import identify
 from quantflow.models.open import ModelFiles
 from quantflow.planning.cost import need_choice
 from quantflow.planning.plan import Plan, overridden
-from quantflow.planning.recipe import Candidate, Quantize, Resources
+from quantflow.planning.recipe import ACTIVE, Candidate, Quantize, Resources
 from quantflow.planning.resources import grant
 from quantflow.planning.sizes import elements_of, model_size, quantized_bytes
 from quantflow.progress import Progress
@@ -32,7 +32,7 @@ from quantflow.quantizing.measurement_input import known_hashes, measurement_of,
 from quantflow.quantizing.mixed_precision import chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture, recipe_text
 from quantflow.quantizing.mixed_precision.knapsack import frontier
-from quantflow.quantizing.mixed_precision.sensitivity import all_items
+from quantflow.quantizing.mixed_precision.sensitivity import all_items, share_of
 from quantflow.svg_plot import Point, curves
 
 RECORD, RECIPE, PLOT = "choice.json", "recipe.yaml", "pareto.svg"
@@ -129,6 +129,11 @@ def _worked_out(
         workers=workers,
         progress=progress,
     )
+    shares: dict[str, float] = dict.fromkeys(kept, 1)
+    if entry.bits_of == ACTIVE:
+        for layer in graph.layers:
+            mine = shares.keys() & set(layer.linears)
+            shares |= {name: share_of(layer, name) for name in mine}
     return ChosenMixture(
         key=key,
         entry=entry,
@@ -136,8 +141,11 @@ def _worked_out(
         items=tuple(items),
         tokens=int(statistic(measurement, graph.linears[0], site="gradient", statistic="count")),
         fixed=(
-            sum(elements_of(infos[f"{name}.weight"]) for name in kept),
-            sum(8 * quantized_bytes(name, schemes[name], infos[f"{name}.weight"]) for name in kept),
+            sum(elements_of(infos[f"{name}.weight"]) * shares[name] for name in kept),
+            sum(
+                8 * quantized_bytes(name, schemes[name], infos[f"{name}.weight"]) * shares[name]
+                for name in kept
+            ),
         ),
     )
 
@@ -176,6 +184,7 @@ def plot(mixture: ChosenMixture) -> str:
         )
         for number, picks in uniform
     ]
+    counted = "weight that a token reads" if mixture.active else "quantized weight"
     chosen = mixture.measured if mixture.measured is not None else mixture.predicted(mixture.picks)
     here = Point(label="chosen", x=mixture.bits_per_weight(mixture.picks), y=chosen)
     return curves(
@@ -184,7 +193,7 @@ def plot(mixture: ChosenMixture) -> str:
         ],
         label="best mixtures, predicted",
         points={"uniform, predicted": marked, "chosen, measured": [here]},
-        x="bits per quantized weight, scales and zero points included",
+        x=f"bits per {counted}, scales and zero points included",
         y="mean KL divergence, nats per token",
     )
 
@@ -235,8 +244,9 @@ def words(candidate: Candidate) -> str:
 
 
 def _asked(entry: Quantize) -> str:
-    return (
+    bound = (
         f"target_bpw {entry.target_bpw}"
         if entry.target_bpw is not None
         else f"max_kld {entry.max_kld}"
     )
+    return f"{bound} of active bits" if entry.bits_of == ACTIVE else bound

@@ -24,8 +24,8 @@ from quantflow.core.scheme import preset
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, digest_of, read_json
-from quantflow.models.graph import Graph
-from quantflow.planning.recipe import Candidate, Override, Quantize
+from quantflow.models.graph import Graph, Layer
+from quantflow.planning.recipe import ACTIVE, Candidate, Override, Quantize
 from quantflow.quantizing.mixed_precision.knapsack import solve_multiple_choice_knapsack
 from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, candidates_of
 
@@ -62,7 +62,7 @@ class ChosenMixture:
         graph: the model's linears.
         items: linears that get one scheme, with the bits and the cost of each candidate.
         tokens: number of tokens that the divergence was predicted over.
-        fixed: weights and bits of the linears that overrides name.
+        fixed: weights and bits of the linears that overrides name, counted as the entry counts.
         rounds: rounds of earlier choices.
     """
 
@@ -71,7 +71,7 @@ class ChosenMixture:
     graph: Graph
     items: tuple[ChoiceItem, ...]
     tokens: int
-    fixed: tuple[int, int]
+    fixed: tuple[float, float]
     rounds: tuple[Round, ...] = ()
 
     @property
@@ -80,14 +80,25 @@ class ChosenMixture:
         return candidates_of(self.entry)
 
     @property
-    def weights(self) -> int:
-        """The number of quantized weights."""
-        return self.fixed[0] + sum(item.weights for item in self.items)
+    def active(self) -> bool:
+        """Whether weights and bits count by the share of them that a token reads."""
+        return self.entry.bits_of == ACTIVE
+
+    @property
+    def weights(self) -> float:
+        """The number of quantized weights, as the entry counts them."""
+        return self.fixed[0] + sum(item.weights * self._share(item) for item in self.items)
 
     def bits_per_weight(self, picks: Sequence[int]) -> float:
-        """The bits per weight of a choice, scales and zero points included."""
-        bits = sum(item.options[pick][0] for item, pick in zip(self.items, picks, strict=True))
+        """The bits per weight of a choice, scales and zero points included, as the entry counts."""
+        bits = sum(
+            item.options[pick][0] * self._share(item)
+            for item, pick in zip(self.items, picks, strict=True)
+        )
         return (self.fixed[1] + bits) / self.weights
+
+    def _share(self, item: ChoiceItem) -> float:
+        return item.share if self.active else 1
 
     def predicted(self, picks: Sequence[int]) -> float:
         """The mean divergence that a choice is predicted to cost, nats per token, uncorrected."""
@@ -110,7 +121,8 @@ class ChosenMixture:
     def description(self) -> str:
         """The choice in a few words."""
         before = self.rounds[:-1] if self.settled else self.rounds
-        text = f"{self.bits_per_weight(self.picks):.4f} bits per weight, predicted mean KLD "
+        count = "active bits" if self.active else "bits"
+        text = f"{self.bits_per_weight(self.picks):.4f} {count} per weight, predicted mean KLD "
         text += f"{_ratio(before) * self.predicted(self.picks):.4g}"
         return f"{text}, measured {self.measured:.4g} on calibration text" if self.settled else text
 
@@ -177,7 +189,12 @@ class ChosenMixture:
             *overrides_for(chosen, base, self.graph),
         )
         return replace(
-            self.entry, overrides=overrides, target_bpw=None, max_kld=None, candidates=None
+            self.entry,
+            overrides=overrides,
+            target_bpw=None,
+            max_kld=None,
+            bits_of=None,
+            candidates=None,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -185,6 +202,7 @@ class ChosenMixture:
         return {
             "target_bpw": self.entry.target_bpw,
             "max_kld": self.entry.max_kld,
+            **({"bits_of": ACTIVE} if self.active else {}),
             "tokens": self.tokens,
             "bits_per_weight": self.bits_per_weight(self.picks),
             "predicted_kld": self.predicted(self.picks),
@@ -217,7 +235,13 @@ class ChosenMixture:
 
     def _within_bits(self, target: float) -> tuple[int, ...]:
         limit = int(target * self.weights) - self.fixed[1]
-        picks = self._least([dict(item.options) for item in self.items], limit)
+        picks = self._least(
+            [
+                {n: (bits * self._share(item), cost) for n, (bits, cost) in item.options.items()}
+                for item in self.items
+            ],
+            limit,
+        )
         if picks is None:
             smallest = [
                 min(item.options.items(), key=lambda pair: pair[1][0])[0] for item in self.items
@@ -232,7 +256,10 @@ class ChosenMixture:
     def _within_divergence(self, limit: float) -> tuple[int, ...]:
         allowed = limit * self.tokens if not self.rounds else AIM * limit * self.tokens / self.ratio
         picks = self._least(
-            [{n: (cost, bits) for n, (bits, cost) in item.options.items()} for item in self.items],
+            [
+                {n: (cost, bits * self._share(item)) for n, (bits, cost) in item.options.items()}
+                for item in self.items
+            ],
             allowed,
         )
         if picks is None:
@@ -266,7 +293,7 @@ def _ratio(rounds: Sequence[Round]) -> float:
 
 def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
     """The digest of what a choice is made from."""
-    later = ("scale_method", "scale_arithmetic")  # which older choices do not name
+    later = ("scale_method", "scale_arithmetic", "bits_of")  # which older choices do not name
     given = {key: value for key, value in asdict(entry).items() if key not in later or value}
     words = {key: value for key, value in given.items() if key not in ("name", "expect")}
     return digest_of([VERSION, words, model, measurement])
@@ -286,6 +313,7 @@ def write(folder: Path, mixture: ChosenMixture) -> None:
         {
             "linears": list(item.linears),
             "weights": item.weights,
+            "share": item.share,
             "options": {str(n): list(o) for n, o in item.options.items()},
         }
         for item in mixture.items
@@ -318,6 +346,7 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
                 ChoiceItem(
                     linears=tuple(item["linears"]),
                     weights=item["weights"],
+                    share=item["share"],
                     options={
                         int(number): (bits, cost)
                         for number, (bits, cost) in item["options"].items()
@@ -346,14 +375,12 @@ def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph
     layers: dict[tuple[str, Candidate], list[int]] = {}
     for layer in graph.layers:
         by_candidate: dict[Candidate, list[str]] = {}
-        for name in layer.linears:
-            if name in chosen and chosen[name] != base:
-                by_candidate.setdefault(chosen[name], []).append(
-                    re.escape(layer.relative(name)).replace("\\.", "[.]")
-                )
+        for name, pattern in _patterns(layer, chosen).items():
+            if chosen[name] != base:
+                by_candidate.setdefault(chosen[name], []).append(pattern)
         for candidate, names in by_candidate.items():
-            for name in names:
-                layers.setdefault((name, candidate), []).append(layer.index)
+            for pattern in dict.fromkeys(names):
+                layers.setdefault((pattern, candidate), []).append(layer.index)
     together: dict[tuple[Candidate, tuple[int, ...]], list[str]] = {}
     for (name, candidate), indices in layers.items():
         together.setdefault((candidate, tuple(indices)), []).append(name)
@@ -366,6 +393,25 @@ def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph
         )
         for (candidate, indices), names in together.items()
     ]
+
+
+def _patterns(layer: Layer, chosen: Mapping[str, Candidate]) -> dict[str, str]:
+    """A pattern of each chosen linear of a layer; one for all experts that have one candidate."""
+    leaves: dict[str, set[Candidate | None]] = {}
+    for group in layer.groups:
+        for name in group.linears if group.expert is not None else ():
+            leaves.setdefault(name.rpartition(".")[2], set()).add(chosen.get(name))
+    patterns = {}
+    for group in layer.groups:
+        for name in (name for name in group.linears if name in chosen):
+            inside = layer.inside(name)
+            pattern = re.escape(inside).replace("\\.", "[.]")
+            if group.expert is not None and len(leaves[name.rpartition(".")[2]]) == 1:
+                stem, _, leaf = inside.rpartition(".")
+                experts = re.escape(stem.rpartition(".")[0]).replace("\\.", "[.]")
+                pattern = f"{experts}[.][0-9]+[.]{re.escape(leaf)}"
+            patterns[name] = pattern
+    return patterns
 
 
 def recipe_text(

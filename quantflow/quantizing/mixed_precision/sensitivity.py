@@ -1,10 +1,13 @@
 """The bits and the predicted cost of each scheme for each group of linears.
 
 One pass over the weights computes them. Linears that runtimes fuse (q/k/v, gate/up) are one item,
-any other is one by itself. Of each weight a sample of rows is read.
+any other is one by itself. All linears of a layer's experts are one item: engines have them in one
+tensor. A shared expert's are none of them. Of each weight a sample of rows is read, fewer of each
+expert where there are many. An expert's sensitivity is that of the tokens that it was sent, so one
+that got none costs nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +21,7 @@ from quantflow.models.graph import Graph, Layer
 from quantflow.models.open import ModelFiles
 from quantflow.models.reading import read_rows
 from quantflow.numerics.grid import either_sign
-from quantflow.numerics.sensitivity import predicted_divergence, sampled_rows
+from quantflow.numerics.sensitivity import ROWS, predicted_divergence, sampled_rows
 from quantflow.observers.fisher import SQUARE_SUM
 from quantflow.planning.recipe import Candidate, Quantize
 from quantflow.planning.requirements import scheme_of
@@ -39,11 +42,14 @@ class ChoiceItem:
         weights: number of their weights.
         options: number of each candidate that fits -> bits stored, and the predicted divergence, in
             nats over all tokens.
+        share: share of the weights that a token reads: of experts those that it is sent to, over
+            all; 1 elsewhere.
     """
 
     linears: tuple[str, ...]
     weights: int
     options: Mapping[int, tuple[int, float]]
+    share: float = 1
 
 
 def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
@@ -101,36 +107,63 @@ def items_of(
         number: scheme_of(each.scheme, each.group_size) for number, each in enumerate(candidates)
     }
     items = []
+    rows = _rows(layer.experts)
+    for members, expert in _units(layer, frozenset(wanted)):
+        infos = {name: source.checkpoint.infos[f"{name}.weight"] for name in members}
+        fitting = {
+            n: s
+            for n, s in schemes.items()
+            if all(_divides(s, info.shape[1]) for info in infos.values())
+        }
+        if not fitting:
+            raise UsageError(
+                f"{members[0]}: no candidate's group size divides "
+                f"{infos[members[0]].shape[1]} inputs",
+                "give candidates with others, or ignore the linear",
+            )
+        most = rows if expert else ROWS
+        costs = workers.map(partial(_costs, fitting, source, measurement, most), members)
+        items.append(
+            ChoiceItem(
+                linears=tuple(members),
+                weights=sum(elements_of(info) for info in infos.values()),
+                options={
+                    number: (
+                        sum(8 * quantized_bytes(name, scheme, infos[name]) for name in members),
+                        sum(cost[number] for cost in costs),
+                    )
+                    for number, scheme in fitting.items()
+                },
+                share=share_of(layer, members[0]),
+            )
+        )
+    return items
+
+
+def _units(layer: Layer, wanted: frozenset[str]) -> Iterator[tuple[list[str], bool]]:
+    """Yield linears that get one scheme, and whether they are those of a layer's experts."""
+    experts = []
     for group in layer.groups:
         names = [name for name in group.linears if name in wanted]
-        for members in [names] if group.fused and names else [[name] for name in names]:
-            infos = {name: source.checkpoint.infos[f"{name}.weight"] for name in members}
-            fitting = {
-                n: s
-                for n, s in schemes.items()
-                if all(_divides(s, info.shape[1]) for info in infos.values())
-            }
-            if not fitting:
-                raise UsageError(
-                    f"{members[0]}: no candidate's group size divides "
-                    f"{infos[members[0]].shape[1]} inputs",
-                    "give candidates with others, or ignore the linear",
-                )
-            costs = workers.map(partial(_costs, fitting, source, measurement), members)
-            items.append(
-                ChoiceItem(
-                    linears=tuple(members),
-                    weights=sum(elements_of(info) for info in infos.values()),
-                    options={
-                        number: (
-                            sum(8 * quantized_bytes(name, scheme, infos[name]) for name in members),
-                            sum(cost[number] for cost in costs),
-                        )
-                        for number, scheme in fitting.items()
-                    },
-                )
-            )
-    return items
+        if group.expert is not None:
+            experts += names
+        elif group.fused and names:
+            yield names, False
+        else:
+            yield from (([name], False) for name in names)
+    if experts:
+        yield experts, True
+
+
+def share_of(layer: Layer, name: str) -> float:
+    """The share of a linear's weights that a token reads on average, `ChoiceItem.share`."""
+    expert = any(group.expert is not None for group in layer.groups if name in group.linears)
+    return layer.chosen / layer.experts if expert else 1
+
+
+def _rows(experts: int) -> int:
+    """Rows that are sampled of each linear of as many experts: 4096 of all, and 16 at least."""
+    return min(ROWS, max(16, 8 * ROWS // max(experts, 1)))
 
 
 def all_items(
@@ -160,11 +193,15 @@ def _divides(scheme: LinearScheme, in_features: int) -> bool:
 
 
 def _costs(
-    schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement: Measurement, name: str
+    schemes: Mapping[int, LinearScheme],
+    source: ModelFiles,
+    measurement: Measurement,
+    most: int,
+    name: str,
 ) -> dict[int, float]:
-    """The predicted cost of each scheme at a linear."""
+    """The predicted cost of each scheme at a linear, from `most` of its rows."""
     file, info = source.checkpoint.tensors[f"{name}.weight"]
-    rows = sampled_rows(info.shape[0])
+    rows = sampled_rows(info.shape[0], most=most)
     weight = read_rows(source.checkpoint.folder / file, info, rows)
     factors = {
         "row_factors": statistic(measurement, name, site="gradient", statistic=SQUARE_SUM.name),
@@ -179,6 +216,7 @@ def _costs(
             name=name,
             scale_dtype=FORMAT.scale_dtype(scheme, DTYPES[info.dtype]),
             either_sign=either_sign(scheme),
+            most=most,
             **factors,
         )
         for number, scheme in schemes.items()
