@@ -73,10 +73,12 @@ def early_stopping_flag(text: str) -> bool | str:
 class Sampling:
     """How the next token is drawn.
 
-    The filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+    The filters apply in this order: temperature, top_n_sigma, top_k, top_p, min_p, typical_p.
 
     Attributes:
         temperature: divisor of the logits; above 0.
+        top_n_sigma: keep the tokens whose logits lie at most so many standard deviations below the
+            highest, above 0; None keeps all.
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens whose probabilities together reach p, 0 < p <= 1; None
             keeps all.
@@ -114,6 +116,12 @@ class Sampling:
         verbs=GENERATE,
         help="Sample from the most typical tokens that hold this probability.",
     )
+    top_n_sigma: float | None = setting(
+        None,
+        flag="--top-n-sigma",
+        verbs=GENERATE,
+        help="Sample from tokens so many standard deviations below the highest logit.",
+    )
     seed: int = setting(0, flag="--seed", verbs=GENERATE, shown=True, help="")
 
     def __post_init__(self) -> None:
@@ -133,6 +141,8 @@ class Sampling:
         require(
             self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p}", "use 0 <= min_p <= 1"
         )
+        sigma = self.top_n_sigma is None or 0 < self.top_n_sigma < math.inf
+        require(sigma, f"top_n_sigma={self.top_n_sigma}", "use a positive number")
         typical = self.typical_p is None or 0 < self.typical_p < 1
         require(typical, f"typical_p={self.typical_p}", "use 0 < typical_p < 1")
         require(-(2**63) <= self.seed < 2**64, f"seed={self.seed}", "use a number of 64 bits")

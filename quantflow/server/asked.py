@@ -143,11 +143,15 @@ _STRUCTURED: dict[str, Any] = {
 def _common(body: Asking) -> dict[str, Any]:
     """The fields that both interfaces have."""
     plain = ("temperature", "top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
+    sigma = body.top_n_sigma
+    allowed = body.allowed_token_ids
     return {
         **{name: getattr(body, name) for name in (*plain, "logit_bias")},
         "repetition_penalty": _one(body, "repetition_penalty", "repeat_penalty"),
         "no_repeat_ngram_size": body.no_repeat_ngram_size or 0,
         "bad_words": tuple(body.bad_words or ()),
+        "allowed_token_ids": None if allowed is None else tuple(allowed),
+        "top_n_sigma": None if sigma is None or sigma <= 0 else sigma,
         "truncate": _one(body, "truncate", "truncate_prompt_tokens"),
         "special": body.add_special_tokens,
         "shows_special": body.skip_special_tokens is False,

@@ -102,6 +102,7 @@ class Asking(Body):
     top_p: Number | None = None
     min_p: Number | None = None
     typical_p: Number | None = None
+    top_n_sigma: Number | None = None  # llama.cpp's
     repetition_penalty: Number | None = None
     repeat_penalty: Number | None = None  # llama.cpp's name
     frequency_penalty: Number | None = None
@@ -111,6 +112,7 @@ class Asking(Body):
         Annotated[dict[str, Bias], BeforeValidator(_numbers)] | Many[tuple[U32, Bias]] | None
     ) = None
     bad_words: Many[str] | None = None
+    allowed_token_ids: Many[U32] | None = None
     truncate: U64 | None = None
     truncate_prompt_tokens: U64 | None = None  # vLLM's name
     add_special_tokens: Flag | None = None
@@ -225,6 +227,7 @@ class Message(Body):
     content: str | Many[InTurn[ContentPart]] | None = None
     name: str | None = None
     tool_calls: Annotated[Many[InTurn[ToolCall]], Field(max_length=MOST_TOOLS)] | None = None
+    function_call: FunctionCall | None = None  # an older form of `tool_calls`
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`
@@ -306,6 +309,8 @@ class ChatBody(OpenAIBody):
     guideline: str | None = None
     tools: Annotated[Many[InTurn[Tool]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
+    functions: Annotated[Many[InTurn[Function]], Field(max_length=MOST_TOOLS)] | None = None
+    function_call: str | FunctionName | None = None  # an older form of tools and their choice
     parallel_tool_calls: Flag | None = None
     tool_prompt: str | None = None  # TGI's, for templates that do not know tools
     add_generation_prompt: Flag | None = None

@@ -104,10 +104,19 @@ ROWS: tuple[FieldRow, ...] = (
         "logit_bias", "OpenAI, llama.cpp", "token -> bias, or llama.cpp's pairs; `false` forbids"
     ),
     _applied("bad_words", "vLLM", "words that are never generated"),
+    _applied(
+        "allowed_token_ids",
+        "vLLM",
+        "no other token is generated: end tokens must be among them; with a grammar, what both "
+        "allow",
+    ),
+    _applied(
+        "top_n_sigma",
+        "llama.cpp",
+        "logits so many standard deviations below the highest; 0 and less: all tokens",
+    ),
     _applied("seed", "all", "-1: any (OpenAI's routes)"),
     _refused("repeat_last_n", "llama.cpp", "penalties count the whole text", neutral=(-1, 0)),
-    _refused("allowed_token_ids", "vLLM", "give `guided_choice` or `guided_regex`"),
-    _refused("top_n_sigma", "llama.cpp", "give `min_p`", neutral=(-1, 0)),
     _refused("mirostat", "llama.cpp", "give `top_p`", neutral=(0,)),
     _refused("mirostat_mode", "clients of llama.cpp", "give `top_p`", neutral=(0,)),
     _refused("dynatemp_range", "llama.cpp", "give `temperature`", neutral=(0,)),
@@ -174,7 +183,17 @@ ROWS: tuple[FieldRow, ...] = (
     _ignored("guided_decoding_backend", "vLLM", "llguidance makes all masks"),
     # tools
     _applied("tools tool_choice parallel_tool_calls", "OpenAI", "see Calls and reasoning"),
-    _refused("functions function_call", "OpenAI (old)", "give `tools` and `tool_choice`"),
+    _applied(
+        "functions function_call",
+        "OpenAI (old)",
+        "as `tools` and `tool_choice`; the answer has `function_call` too",
+    ),
+    _refused(
+        "functions function_call",
+        "OpenAI (old)",
+        "ask /v1/chat/completions",
+        only="completions prompt",
+    ),
     _refused("tools tool_choice", "OpenAI", "ask /v1/chat/completions", only="completions prompt"),
     _refused("web_search_options", "OpenAI", "leave it out"),
     # the prompt
@@ -281,7 +300,11 @@ NESTED: Mapping[str, tuple[FieldRow, ...]] = {
         ),
     ),
     "messages": (
-        _refused("function_call", "OpenAI (old)", "give `tool_calls`"),
+        _applied(
+            "function_call",
+            "OpenAI (old)",
+            "as `tool_calls`; a message of the role function is its result",
+        ),
         _refused("audio", "OpenAI", "this model reads text"),
         _applied("reasoning_content reasoning", "vLLM, SGLang", "see Conversations"),
         _ignored(

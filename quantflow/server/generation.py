@@ -20,7 +20,7 @@ from quantflow.errors import EngineError, OverloadedError, QuantflowError
 from quantflow.runtime.batching import BatchRequest, FinishReason, PromptToken, Stream, TokenLogprob
 from quantflow.runtime.generate_job import Lookup
 from quantflow.server.errors import Refused, failed, invalid, overloaded
-from quantflow.server.grammar import NOT_SUPPORTED, AfterReasoning
+from quantflow.server.grammar import NOT_SUPPORTED, AfterReasoning, AllowedTokens
 from quantflow.server.metrics import CountedRequest
 from quantflow.server.models import ServedModel
 from quantflow.server.request_log import current_request
@@ -418,6 +418,18 @@ class Service:
     async def _masks(
         self, model: ServedModel, asked: Asked, count: int, reasoning: str | None
     ) -> list[Any]:
+        masks = await self._grammar_masks(model, asked, count, reasoning)
+        tokens = asked.allowed_token_ids
+        if tokens is None:
+            return masks
+        size = model.loaded.decoder.vocab_size
+        return await model.workers.sized(
+            lambda: [_only(tokens, size, mask) for mask in masks], nbytes=ENTRY_BYTES * len(tokens)
+        )
+
+    async def _grammar_masks(
+        self, model: ServedModel, asked: Asked, count: int, reasoning: str | None
+    ) -> list[Any]:
         if asked.grammar is None:
             return [None] * count
         if not self.grammars:
@@ -462,6 +474,17 @@ def _ends(asked: Asked, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         raise invalid(f"`stop_token_ids`: {wrong} is not one of {vocab_size} tokens")
     kept = () if asked.ignores_ends and asked.grammar is None else own
     return tuple(dict.fromkeys((*kept, *asked.stop_token_ids)))
+
+
+def _only(tokens: Sequence[int], vocab_size: int, mask: Any) -> AllowedTokens:
+    """The mask of a request's `allowed_token_ids`.
+
+    Raises:
+        Refused: one is no token.
+    """
+    if (highest := max(tokens)) >= vocab_size:
+        raise invalid(f"`allowed_token_ids`: {highest} is not one of {vocab_size} tokens")
+    return AllowedTokens(tokens, vocab_size=vocab_size, mask=mask)
 
 
 def _bias(bias: Bias, vocab_size: int) -> dict[int, float]:

@@ -96,6 +96,40 @@ class AfterReasoning:
             self._reasoning = None
 
 
+class AllowedTokens:
+    """A mask of some tokens, and of what another one allows among them."""
+
+    def __init__(self, tokens: Sequence[int], *, vocab_size: int, mask: Any = None) -> None:
+        """Keep the tokens.
+
+        Args:
+            tokens: tokens that may come.
+            vocab_size: V.
+            mask: another mask of the same request, or None.
+        """
+        may = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.bool)
+        may[torch.tensor(tokens, dtype=torch.int64)] = True
+        self._bits = packed(may)
+        self._mask = mask
+        self.left_out: tuple[str, ...] = getattr(mask, "left_out", ())
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
+        """Tokens that may come next; see `GrammarMask`."""
+        bits = None if self._mask is None else self._mask.allowed(tokens)
+        return self._bits if bits is None else self._bits & bits
+
+    def advance(self, token: int) -> None:
+        """Let the other mask follow."""
+        if self._mask is not None:
+            self._mask.advance(token)
+
+
+def packed(may: Tensor) -> Tensor:
+    """A mask [V] bool, V a multiple of 32, as [V / 32] int32; token t is bit t % 32."""
+    weights = torch.ones(32, dtype=torch.int64) << torch.arange(32)
+    return (may.view(-1, 32) * weights).sum(dim=-1).to(torch.int32)
+
+
 class Grammars:
     """Compiled grammars of one model."""
 

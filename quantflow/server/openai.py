@@ -61,8 +61,10 @@ def chat_names(body: Any) -> Mapping[str, str]:
 
 async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
     """Answer a conversation."""
-    site, body = call.site, call.body
     timings = Timings()
+    older = call.body.functions is not None
+    call = await _in_new_form(call)
+    site, body = call.site, call.body
     tools = tooling.offered(body.tools, body.tool_choice)
     grammar = await call.beside(lambda: tooling.forced(tools, body.tool_choice))
     wanted = constraint_of(body)
@@ -113,9 +115,16 @@ async def chat(call: HttpCall) -> Response | EventStream | LargeJson:
         reader=reader,
         new_id=any_id if reads.calls is None else reads.calls.new_id,
         earlier=sum(len(message.tool_calls or ()) for message in body.messages),
+        older=older,
         logprobs=bool(body.logprobs),
     )
     return await _respond(site, [answer], writer, body, headers=prompt.headers)
+
+
+async def _in_new_form(call: HttpCall) -> HttpCall:
+    """The request of a chat, with tools for functions."""
+    body = await call.beside(lambda: tooling.in_new_form(call.body))
+    return call if body is call.body else replace(call, body=body)
 
 
 async def completions(call: HttpCall) -> Response | EventStream | LargeJson:
@@ -201,6 +210,7 @@ async def models(call: HttpCall) -> Response:
 
 async def chat_tokenize(call: HttpCall) -> Response | LargeJson:
     """The tokens of a conversation as its template writes it."""
+    call = await _in_new_form(call)
     site, body = call.site, call.body
     with ExitStack() as stack:
         stack.enter_context(site.service.admission.held(1))

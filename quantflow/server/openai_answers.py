@@ -105,6 +105,7 @@ class ChatWriter:
         reader: Callable[[], Reader],
         new_id: Callable[[str, int], str],
         earlier: int,
+        older: bool,
         logprobs: bool,
     ) -> None:
         """Keep the form of the answer.
@@ -115,10 +116,12 @@ class ChatWriter:
             reader: makes the reader of a choice.
             new_id: makes the id of a call; see `parsers.CallParser`.
             earlier: calls of the conversation before this answer.
+            older: whether the one call is a `function_call`, as OpenAI's older form has it.
             logprobs: whether tokens have their log-probabilities.
         """
         self._model, self._reader = model, reader
         self._new_id, self._earlier, self._logprobs = new_id, earlier, logprobs
+        self._older = older
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
         self._head = Head(model, name=name, prefix="chatcmpl", **kinds)
         self._streamed: dict[int, _Reading] = {}  # by choice
@@ -147,10 +150,12 @@ class ChatWriter:
             written = written or ([] if piece.finish else [{"content": ""}])
         events = []
         for delta in written:
+            if self._older and "tool_calls" in delta:
+                delta = {"function_call": delta["tool_calls"][0]["function"]}
             events.append(self.event([_chunk(index, delta, logprobs=logprobs)]))
             logprobs = None
         if piece.finish:
-            reason = reading.reason(piece.finish)
+            reason = self._reason(reading, piece.finish)
             events.append(self.event([_chunk(index, {}, logprobs=logprobs, reason=reason)]))
         return events
 
@@ -178,7 +183,10 @@ class ChatWriter:
                     calls[-1]["function"]["arguments"] += delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         message |= {"reasoning_content": reasoning} if reasoning else {}
-        message |= {"tool_calls": calls} if calls else {}
+        if calls:
+            message |= (
+                {"function_call": calls[0]["function"]} if self._older else {"tool_calls": calls}
+            )
         logprobs = None
         if self._logprobs:
             logprobs = {
@@ -186,8 +194,12 @@ class ChatWriter:
                     chat_logprob(self._model, piece) for piece in row.pieces if not _ends(piece)
                 ]
             }
-        reason = reading.reason(row.finish)
+        reason = self._reason(reading, row.finish)
         return {"message": message, "finish_reason": reason, "logprobs": logprobs}
+
+    def _reason(self, reading: _Reading, finish: FinishReason) -> str:
+        reason = reading.reason(finish)
+        return "function_call" if self._older and reason == "tool_calls" else reason
 
     def _delta(self, delta: Delta, reading: _Reading) -> dict[str, Any]:
         """A delta as OpenAI's clients read it: a call's id and name come before its arguments."""

@@ -7,12 +7,63 @@ the model writes what it was trained to write, and `quantflow.server.parsers` re
 from collections.abc import Sequence
 from typing import Any
 
-from quantflow.server.bodies import Grammar, Tool, ToolChoice
-from quantflow.server.errors import bad_tool
+from quantflow.server.bodies import (
+    ChatBody,
+    FunctionName,
+    Grammar,
+    Message,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from quantflow.server.errors import bad_tool, invalid
 from quantflow.server.grammar import require_shallow
 
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # of a function without parameters
 Choice = str | ToolChoice | None
+
+
+def in_new_form(body: ChatBody) -> ChatBody:
+    """A chat whose functions are tools: OpenAI's older form has `functions` and `function_call`.
+
+    A message's `function_call` becomes its call, and a message of the role function its result.
+
+    Raises:
+        Refused: of kind validation; both forms stand in one body, or a choice among no functions.
+    """
+    changed: dict[str, Any] = {}
+    if body.functions is not None or body.function_call is not None:
+        if body.tools or body.tool_choice is not None:
+            raise invalid("`functions` and `tools` are one field in two forms: give one of them")
+        name = body.function_call
+        if isinstance(name, str) and name not in ("auto", "none"):
+            raise invalid('`function_call` is "auto", "none", or {"name": ...}')
+        choice = ToolChoice(function=name) if isinstance(name, FunctionName) else name
+        tools = [Tool(function=one) for one in body.functions or ()]
+        changed |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    if any(one.function_call is not None or one.role == "function" for one in body.messages):
+        changed["messages"] = _with_calls(body.messages)
+    return body.model_copy(update=changed) if changed else body
+
+
+def _with_calls(messages: Sequence[Message]) -> list[Message]:
+    """Messages in the newer form; a result belongs to the last call before it."""
+    written: list[Message] = []
+    number = 0
+    for message in messages:
+        update: dict[str, Any] = {}
+        if message.function_call is not None:
+            if message.tool_calls:
+                raise invalid(
+                    "`messages.function_call` and `tool_calls` are one field in two forms"
+                )
+            number += 1
+            call = ToolCall(id=f"call_{number}", function=message.function_call)
+            update = {"tool_calls": [call], "function_call": None}
+        elif message.role == "function" and message.name:
+            update = {"role": "tool", "tool_call_id": f"call_{number}"}
+        written.append(message.model_copy(update=update) if update else message)
+    return written
 
 
 def offered(tools: Sequence[Tool] | None, choice: Choice) -> list[Tool]:

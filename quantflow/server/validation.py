@@ -28,12 +28,13 @@ class Asked:
     Attributes:
         best_of: number of continuations among which the best is returned.
         choices: number of continuations that are all returned.
-        temperature, top_k, top_p, min_p, typical_p, do_sample: settings of sampling; temperature 0
-            is greedy where `zero_is_greedy`, and `top_k` 0 is all tokens there.
+        temperature, top_k, top_p, min_p, typical_p, top_n_sigma, do_sample: settings of sampling;
+            temperature 0 is greedy where `zero_is_greedy`, and `top_k` 0 is all tokens there.
         repetition_penalty, frequency_penalty, presence_penalty, logit_bias: changes of the logits.
         max_new_tokens: largest number of tokens; None is as many as fit.
         no_repeat_ngram_size: length of n-grams that stand once at most; 0 is none.
         bad_words: words that are never generated.
+        allowed_token_ids: tokens beside which none is generated; None allows all.
         stop, seed, truncate, watermark, top_n_tokens, grammar: TGI's parameters.
         stop_token_ids: tokens that end the text and are no part of it.
         ignores_ends: whether the model's end tokens do not end the text; they end a grammar's.
@@ -58,6 +59,7 @@ class Asked:
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    top_n_sigma: float | None = None
     do_sample: bool = False
     zero_is_greedy: bool = False
     repetition_penalty: float | None = None
@@ -66,6 +68,7 @@ class Asked:
     logit_bias: Bias | None = None
     no_repeat_ngram_size: int = 0
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -95,7 +98,10 @@ class Asked:
         """Whether tokens are drawn, by TGI's rule."""
         if self.zero_is_greedy and self.temperature == 0:
             return False
-        filters = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        filters = (
+            *(self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p),
+            self.top_n_sigma,
+        )
         return self.do_sample or any(value is not None for value in filters)
 
     def with_defaults(self, defaults: SamplingDefaults) -> "Asked":
@@ -126,6 +132,7 @@ class Asked:
             top_p=self.top_p,
             min_p=self.min_p,
             typical_p=None if self.typical_p == 1 else self.typical_p,
+            top_n_sigma=self.top_n_sigma,
             seed=seed,
         )
 
@@ -197,6 +204,7 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     _require(all(asked.stop), "`stop` must not hold an empty string")
     count, most = len(asked.stop_token_ids), MOST_STOP_TOKENS
     _require(count <= most, f"`stop_token_ids` supports up to {most} tokens. Given: {count}")
+    _require(asked.allowed_token_ids != (), "`allowed_token_ids` must not be empty")
     _require(all(asked.bad_words), "`bad_words` must not hold an empty string")
     count, most = sum(map(len, asked.bad_words)), MOST_BAD_CHARACTERS
     _require(count <= most, f"`bad_words` supports up to {most} characters. Given: {count}")

@@ -51,6 +51,20 @@ def min_p(logits: Tensor, share: float, *, least: int = 1) -> Tensor:
     return logits.masked_fill(unlikely.scatter(-1, probabilities.topk(least).indices, False), NEVER)
 
 
+def top_n_sigma(logits: Tensor, count: float, *, least: int = 1) -> Tensor:
+    """Keep tokens whose logits lie at most `count` standard deviations below the highest.
+
+    Mean and deviation are those of the tokens that are not forbidden, as in llama.cpp. Source: Tang
+    et al. 2024, equation 4.
+    """
+    there = logits != NEVER
+    number = there.sum(dim=-1, keepdim=True)
+    mean = logits.where(there, 0).sum(dim=-1, keepdim=True) / number
+    spread = (logits.where(there, mean) - mean).square().sum(dim=-1, keepdim=True) / number
+    low = logits < logits.amax(dim=-1, keepdim=True) - count * spread.sqrt()
+    return logits.masked_fill(low.scatter(-1, logits.topk(least).indices, False), NEVER)
+
+
 def typical_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
     """Keep the tokens whose information is closest to the expected, until they reach `mass`.
 

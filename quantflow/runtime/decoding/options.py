@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from quantflow.runtime.decoder import Decoder
-from quantflow.runtime.decoding.logits import min_p, top_k, top_p, typical_p
+from quantflow.runtime.decoding.logits import min_p, top_k, top_n_sigma, top_p, typical_p
 from quantflow.runtime.generate_job import Sampling, require
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ def filtered(logits: Tensor, sampling: Sampling, *, least: int = 1) -> Tensor:
         least: number of tokens that each filter keeps at least.
     """
     scores = logits.float() / sampling.temperature
+    if sampling.top_n_sigma is not None:
+        scores = top_n_sigma(scores, sampling.top_n_sigma, least=least)
     if sampling.top_k is not None:
         scores = top_k(scores, sampling.top_k, least=least)
     if sampling.top_p is not None and sampling.top_p < 1:

@@ -432,6 +432,66 @@ def test_calls_have_the_ids_that_mistrals_templates_take(servers):
         assert shown == said and (own == shown) == (len(own) == 9)
 
 
+def test_functions_of_the_older_form_are_tools_and_are_answered_in_it(qwen):
+    """langchain-ai/langchain#12966, BerriAI/litellm#2037: clients that still send `functions`."""
+    functions = [WEATHER["function"], {"name": "clock", "description": "Tell the time."}]
+    new = [{"type": "function", "function": one} for one in functions]
+    assert prompt(qwen, functions=functions) == prompt(qwen, tools=new)
+    assert "weather" not in prompt(qwen, functions=functions, function_call="none")
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    whole, chunks = answered(qwen, text * 2, functions=functions)
+    called = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert whole["message"]["function_call"] == called and "tool_calls" not in whole["message"]
+    assert whole["finish_reason"] == chunks[-1]["finish_reason"] == "function_call"
+    deltas = [one["delta"]["function_call"] for one in chunks if "function_call" in one["delta"]]
+    assert deltas[0] == {"name": "weather", "arguments": ""}
+    assert "".join(one["arguments"] for one in deltas) == called["arguments"]
+    forced, _ = answered(
+        qwen, "", functions=functions, function_call={"name": "clock"}, response_format=None
+    )
+    assert forced["message"]["function_call"]["name"] == "clock"
+    plain, _ = answered(qwen, "Hi.", functions=functions)
+    assert (plain["message"]["content"], plain["finish_reason"]) == ("Hi.", "stop")
+
+
+def test_a_history_of_the_older_form_is_written_as_the_newer_one(plain, qwen):
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    older = [
+        *ASKED,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "22"},
+    ]
+    newer = [
+        *ASKED,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "name": "weather", "tool_call_id": "call_1", "content": "22"},
+    ]
+    for server, shown in ((plain, 3), (qwen, 2)):  # the second template leaves results out
+        assert prompt(server, older[:shown]) == prompt(server, newer[:shown])
+    assert prompt(plain, older).endswith("tool: 22\nassistant:")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"functions": [WEATHER["function"]], "tools": [WEATHER]}, "one field in two forms"),
+        ({"function_call": "auto", "tool_choice": "auto"}, "one field in two forms"),
+        ({"functions": [WEATHER["function"]], "function_call": "weather"}, "function_call"),
+    ],
+    ids=str,
+)
+def test_both_forms_of_tools_in_one_body_are_refused(plain, fields, told):
+    assert told in refusal(plain, **fields)
+    for choice in ({"name": "sun"}, {"name": "weather"}):
+        body = {"messages": ASKED, "functions": [], "function_call": choice}
+        answer = plain.post("/v1/chat/completions", body)
+        assert answer.status == 422 and answer.json()["error_type"] == "tool_error"
+
+
 def test_calls_have_the_ids_that_kimi_goes_on_with(servers):
     """sgl-project/sglang#10607, getkimchi/kimchi#1063: with other ids the model ends its turn.
 

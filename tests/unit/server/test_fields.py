@@ -216,6 +216,17 @@ def test_both_interfaces_read_the_same_settings():
     assert (rules.no_repeat_ngram_size, rules.bad_words) == (2, ((7,),))
 
 
+def test_filters_and_tokens_of_other_servers_are_applied():
+    """ggml-org/llama.cpp's `top_n_sigma`, of which -1 and 0 are none; vLLM's allowed tokens."""
+    for value, expected in ((1.5, 1.5), (0, None), (-1.0, None)):
+        asked = asked_by(body_of("prompt", top_n_sigma=value))
+        assert asked.top_n_sigma == expected and asked.samples == (expected is not None)
+    sampled = asked_of(body_of("chat", top_n_sigma=2), grammar=None, limit=1, top=0).sampling(0)
+    assert sampled.top_n_sigma == 2
+    with pytest.raises(Refused, match="must not be empty"):
+        check(asked_by(body_of("prompt", allowed_token_ids=[])), Limits(), text="hi")
+
+
 def test_values_without_effect_are_taken_as_openais_clients_send_them():
     values = {"top_p": 1.0, "typical_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
     asked = asked_of(body_of("chat", **values), grammar=None, limit=1, top=0)

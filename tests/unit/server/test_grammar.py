@@ -193,3 +193,39 @@ def test_a_grammar_is_compiled_once(grammars, monkeypatch):
         int((first.allowed([])[:, None] >> torch.arange(32) & 1).flatten().nonzero()[0, 0])
     )
     assert not torch.equal(first.allowed([0]), second.allowed([]))  # each request goes its own way
+
+
+def test_tokens_that_are_allowed_are_the_only_ones(server):
+    """vllm-project/vllm's `allowed_token_ids`: an end token must be among them to end a text."""
+    tokens = [5, 77, 300, 1023]
+    for fields in ({}, {"temperature": 1.5, "seed": 3}):
+        body = {"prompt": "def", "max_tokens": 8, "allowed_token_ids": tokens, **fields}
+        answer = server.post("/v1/completions", {**body, "logprobs": 0, "temperature": 0, **fields})
+        assert answer.status == 200, answer.body
+        found = server.post(
+            "/generate",
+            {
+                "inputs": "def",
+                "parameters": {
+                    "max_new_tokens": 8,
+                    "details": True,
+                    "allowed_token_ids": tokens,
+                    **fields,
+                },
+            },
+        ).json()
+        assert {one["id"] for one in found["details"]["tokens"]} <= set(tokens)
+        assert found["details"]["finish_reason"] == "length"
+    # with a grammar, what both allow
+    ids = {one["text"]: one["id"] for one in server.post("/tokenize", {"inputs": "yes"}).json()}
+    end = server.models.first.loaded.eos_token_ids[0]
+    body = {"prompt": "def", "max_tokens": 8, "guided_regex": "yes|no"}
+    answer = server.post("/v1/completions", {**body, "allowed_token_ids": [*ids.values(), end]})
+    assert answer.json()["choices"][0]["text"] == "yes"
+
+
+@pytest.mark.parametrize("tokens", [[], [2**31], [-1], ["5"]], ids=str)
+def test_tokens_that_are_none_are_refused(server, tokens):
+    body = {"prompt": "def", "max_tokens": 2, "allowed_token_ids": tokens}
+    answer = server.post("/v1/completions", body)
+    assert answer.status == 422 and "allowed_token_ids" in answer.json()["error"]["message"]

@@ -47,6 +47,29 @@ def test_filters_are_those_of_transformers(seed, value, least):
     )
 
 
+@settings(max_examples=40)
+@given(seed=SEEDS, count=st.sampled_from([0.3, 1.0, 2.5]), never=st.integers(0, 20))
+def test_top_n_sigma_is_llama_cpps(seed, count, never):
+    """ggml-org/llama.cpp#11233: mean and deviation over the tokens that are not forbidden."""
+    scores, _, _ = case(seed)
+    scores[:, :never] = -math.inf
+    for row, found in zip(scores.tolist(), logits.top_n_sigma(scores, count).tolist(), strict=True):
+        left = [score for score in row if score > -math.inf]
+        mean = sum(left) / len(left)
+        spread = math.sqrt(sum((score - mean) ** 2 for score in left) / len(left))
+        lowest = max(left) - count * spread
+        for score, kept in zip(row, found, strict=True):
+            if abs(score - lowest) > 1e-4:
+                assert kept == (score if score > lowest else -math.inf)
+    # the temperature does not change which tokens are kept
+    warm, cold = (
+        filtered(scores, Sampling(temperature=t, top_n_sigma=count)).isfinite() for t in (0.5, 4.0)
+    )
+    assert (warm != cold).sum() <= 1
+    least = logits.top_n_sigma(scores, 1e-6, least=3).isfinite().sum(dim=-1)
+    assert least.tolist() == [3] * ROWS
+
+
 # the nucleus of flat logits is longer than what is looked at first
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
