@@ -63,3 +63,8 @@ def tell_torch() -> int:
     if _given is not None or (own > count and "OMP_NUM_THREADS" not in os.environ):
         torch.set_num_threads(count)
     return torch.get_num_threads()
+
+
+def line() -> str:
+    """The line that says at a program's start with how many threads it computes."""
+    return f"threads: {tell_torch()} of {usable_cores()} usable cores"

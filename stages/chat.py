@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from quantflow import cpu_threads
 from quantflow.errors import QuantflowError
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.reporting.signals import Interrupted
@@ -55,6 +56,8 @@ def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> N
     partner = job.partner(ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
         note(f"{partner.name}. {HELP}.", quiet=quiet)
+        if job.url is None:
+            note(cpu_threads.line(), quiet=quiet)
         _talk(partner, job, quiet=quiet)
     finally:
         partner.close()

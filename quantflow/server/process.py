@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import h11
-import torch
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -272,7 +271,7 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     where = "" if job.device == "cpu" else f" on {job.device}"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
-    lines.append(f"threads: {torch.get_num_threads()} of {cpu_threads.usable_cores()} usable cores")
+    lines.append(cpu_threads.line())
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     own = ", ".join(f"{name} {value}" for name, value in model.defaults.values().items())
     if own:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from quantflow import cpu_threads
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -50,6 +51,7 @@ def test_an_artifact_and_a_server_say_the_same(server, artifact, template, talk)
     code, out, err = talk(artifact, "--chat-template", template)
     assert (code, out) == (0, expected)
     assert err.count("12 tokens, ") == 3 and "/reset" in err
+    assert err.splitlines()[1] == cpu_threads.line()
     assert talk("--url", server.url, "-q", lines=LINES.replace("/nonsense", "")) == (
         0,
         expected,
