@@ -12,7 +12,7 @@
     unify:       {groups}
     export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, ranks,
-                  diagnose, allow_inconclusive, exact}
+                  mtp, diagnose, allow_inconclusive, exact}
     resources:   {max_memory, max_disk, max_device_memory, disk_offload}
     compute:     {device, dtype}
 
@@ -639,6 +639,14 @@ class Validate:
         metavar="N",
         least=1,
         help="Processes that share a model while it answers --tasks (default 1).",
+    )
+    mtp: int | None = _for_validate(
+        None,
+        "--mtp",
+        metavar="TOKENS",
+        least=2,
+        help="Also count the guesses of MTP layers that are taken, of both models along so many "
+        "tokens.",
     )
     diagnose: int | None = _for_validate(
         None,

@@ -67,6 +67,7 @@ from quantflow.shipped import EVALUATION
 from quantflow.sources.models import is_on_hub, model_folder
 from quantflow.units import duration
 from quantflow.validating import recovery
+from quantflow.validating.ahead import acceptance, first_tokens
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.diagnosis import Subject, diagnose
 from quantflow.validating.foreign_manifest import manifest_of
@@ -277,6 +278,8 @@ def _inputs(
 ) -> dict[str, Any]:
     options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
     del options["ranks"]  # they answer as one does
+    if options["mtp"] is None:
+        del options["mtp"]  # a validation without it is that of older versions
     return {
         "artifact": manifest["digest"],
         "baseline": fingerprint(source.checkpoint, digests),
@@ -350,6 +353,8 @@ def _validate(
         scored["tasks"] = answers.record
         documents["tasks.json"] = _indented(answers.artifact)
         documents["tasks-baseline.json"] = _indented(answers.baseline)
+    if job.options.mtp is not None:
+        scored["mtp"] = _ahead(job, sequences, progress)
     diagnosis = None
     if job.options.diagnose is not None:
         subject = Subject(
@@ -418,6 +423,21 @@ def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> T
         key=inputs["baseline"],
         progress=progress,
     )
+
+
+def _ahead(job: ValidateJob, sequences: list[Tensor], progress: Progress) -> dict[str, Any]:
+    """The guesses of both models' layers that predict further tokens."""
+    text, exact = first_tokens(sequences, job.options.mtp or 0), job.options.exact
+    both = {
+        "baseline": acceptance(job.baseline, text, exact=exact),
+        "candidate": acceptance(job.artifact, text, exact=exact),
+    }
+    shares = [f"{one['acceptance']:.1%}" for one in both.values()]
+    progress.say(
+        f"validate {job.artifact.name}: MTP guesses taken: {shares[0]} of the model's, {shares[1]} "
+        "of the artifact's"
+    )
+    return both
 
 
 def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-_OPTIONAL = ("tasks", "diagnosis", "regression")  # keys that are absent where nobody asked for them
+# keys that are absent where nobody asked for them
+_OPTIONAL = ("tasks", "mtp", "diagnosis", "regression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Validation:
         outcome: pass, fail or inconclusive.
         reasons: bounds that decided against the artifact.
         tasks: scores of both models in tasks; None where none were asked.
+        mtp: guesses of `baseline` and of `candidate`, the artifact, by their layers that predict
+            further tokens, and how many were taken; None where that was not asked.
         diagnosis: the places of the loss; None where that was not asked.
         regression: comparison with an older artifact; None without one.
     """
@@ -62,6 +65,7 @@ class Validation:
     outcome: str
     reasons: Sequence[str]
     tasks: Mapping[str, Any] | None = None
+    mtp: Mapping[str, Any] | None = None
     diagnosis: Mapping[str, Any] | None = None
     regression: Mapping[str, Any] | None = None
 

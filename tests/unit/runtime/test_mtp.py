@@ -11,6 +11,7 @@ from quantflow.files.layers_ahead import layers_ahead, lost_words, promised
 from quantflow.runtime.decoding import Counts, Further, Sampling, generate
 from quantflow.runtime.load import load
 from quantflow.runtime.mtp import AheadLayer
+from quantflow.validating.ahead import acceptance, first_tokens
 
 SIZES = {
     "hidden_size": 64,
@@ -159,6 +160,19 @@ def test_every_guess_of_a_layer_that_knows_the_rule_is_taken(tmp_path):
     )
     # both draw from the same probabilities, so nothing is refused
     assert drawn.shape == (1, 29) and counts.acceptance == 1
+
+
+def test_the_share_of_guesses_is_that_of_greedy_speculation(tmp_path):
+    write(tmp_path / "rule", FAMILIES["deepseek_v3"], bigram_)
+    found = acceptance(tmp_path / "rule", [ids(20, 1), ids(1, 2), ids(7, 3)], exact=True)
+    assert found == {"guesses": 25, "taken": 25, "acceptance": 1.0}
+    write(tmp_path / "random", FAMILIES["deepseek_v3"])
+    loaded, layer = opened(tmp_path / "random")
+    # of the model's own greedy text
+    text = generate(loaded.decoder, ids(4, 1), max_new_tokens=40)
+    share = acceptance(tmp_path / "random", [text], exact=True)
+    assert share["guesses"] == 43 and 0 <= share["taken"] < 43
+    assert [len(one[0]) for one in first_tokens([ids(20, 1), ids(7, 2)], 23)] == [20, 3]
 
 
 def test_a_model_without_such_a_layer_or_with_a_part_of_it_is_refused(tmp_path):
