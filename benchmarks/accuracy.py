@@ -27,6 +27,7 @@ from _accuracy.models import (
     SAMPLES,
     export_gguf,
     groups_of_128,
+    has_experts,
     make_model,
     make_text,
 )
@@ -65,7 +66,8 @@ def _run(given: argparse.Namespace) -> int:
         for name in given.models:
             model = make_model(name, work, minutes=given.minutes)
             text = make_text(name, model, work / "text", tokens=tokens)
-            gguf, names = export_gguf(model, work / "gguf" / name)
+            sparse = has_experts(model)
+            gguf, names = (None, None) if sparse else export_gguf(model, work / "gguf" / name)
             place = Place(
                 model=model,
                 calibration=text.calibration,
@@ -75,6 +77,7 @@ def _run(given: argparse.Namespace) -> int:
                 windows=text.windows_file,
                 peers=given.peers.resolve(),
                 narrow=not groups_of_128(model),
+                sparse=sparse,
             )
             rows = wanted(all_rows(place), given.only)
             if given.resume:

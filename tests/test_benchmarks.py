@@ -402,6 +402,35 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     assert len(scripts) == 6 and all(script.is_file() for script in scripts)
 
 
+def test_rows_of_a_mixture_round_experts_with_few_tokens_too_and_choose_no_schemes(part, tmp_path):
+    rows = part("_accuracy.rows")
+    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "windows", "peers")}
+    place = rows.Place(**paths, gguf=None, names=None, sparse=True)
+    table = {(row.program, row.scheme): row for row in rows.all_rows(place)}
+    for program in ("gptq", "good", "best", "signround"):
+        (words,) = table[f"quantflow {program}", W4].commands
+        assert words[words.index("--experts") + 1] == "damp"
+    assert not [scheme for _, scheme in table if "@" in scheme or scheme.endswith(".gguf")]
+    assert not [program for program, _ in table if program.startswith("llama.cpp")]
+    assert ("llm-compressor GPTQ", W4) in table and ("AutoRound", W4) in table
+
+
+def test_experts_that_are_rounded_together_have_the_bits_of_one_by_one(part, capsys):
+    part("expert_seconds").compare(256, 64)
+    assert capsys.readouterr().out.rstrip().endswith("True")
+
+
+def test_the_mixture_that_is_trained_has_twelve_million_weights_and_sends_a_token_to_four_experts(
+    part, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples" / "tiny-llama"))
+    with torch.device("meta"):
+        model = part("_accuracy.train_model").qwen3_moe()
+    assert 12e6 < sum(parameter.numel() for parameter in model.parameters()) < 12.5e6
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (16, 4)
+    assert model.config.output_router_logits, "tokens are spread over the experts"
+
+
 def test_a_model_that_128_does_not_divide_has_its_four_bits_in_groups_of_64(part, tmp_path):
     rows = part("_accuracy.rows")
     paths = {

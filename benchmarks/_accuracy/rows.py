@@ -137,20 +137,23 @@ class Place:
     Attributes:
         output: a folder that each row has for itself; the last command leaves `artifact`
             (quantflow) or `report.json` in it.
-        gguf, names: as `export_gguf` returns them.
+        gguf, names: as `export_gguf` returns them; None of a mixture of experts.
         windows: as `Text` has them.
         peers: an environment per peer.
         narrow: 128 does not divide the inputs of a linear; groups of 64 stand for it.
+        sparse: the model is a mixture of experts. No schemes are chosen for it, and the script of
+            llama.cpp reads no tensor of several experts.
     """
 
     model: Path
     calibration: Path
     output: Path
-    gguf: Path
-    names: Path
+    gguf: Path | None
+    names: Path | None
     windows: Path
     peers: Path
     narrow: bool = False
+    sparse: bool = False
 
     @property
     def weights(self) -> tuple[WeightScheme, ...]:
@@ -164,7 +167,7 @@ class Place:
     @property
     def mixes(self) -> bool:
         """Whether mixtures are compared, which stand between schemes in groups of 128."""
-        return not self.narrow
+        return not (self.narrow or self.sparse)
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -184,7 +187,7 @@ def all_rows(place: Place) -> list[Row]:
         *_gptqmodel(place),
         *_autoround(place),
         *_others(place),
-        *_files(place),
+        *(() if place.sparse else _files(place)),
     ]
 
 
@@ -243,6 +246,8 @@ def _our_row(
         *ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact),
         *options,
     )
+    if place.sparse:  # some experts see few tokens, and are to be rounded all the same
+        quantize = (*quantize, "--experts", "damp")
     if needs_of(entry, [preset(scheme)]) or learned_of(entry) is not None:
         quantize = (*quantize, "--measurement", measured, "--calibration", place.calibration)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(quantize,))
@@ -317,7 +322,7 @@ def _autoround(place: Place) -> Iterator[Row]:
 
 
 def _others(place: Place) -> Iterator[Row]:
-    for kind in LLAMA_CPP:
+    for kind in () if place.sparse else LLAMA_CPP:
         yield _llama_cpp(place, kind, kind, importance=False)
     for scheme in place.weights:
         yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)

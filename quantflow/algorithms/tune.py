@@ -45,7 +45,6 @@ SUPPORTS = Supports(
     shared_scale=_OTHER_WEIGHTS,
     quantized_inputs=_OTHER_WEIGHTS,
     rotations=Refusal(why="; it runs the layers of the model as it is", remedy=_LEAVE_OUT),
-    mixtures=Refusal(why="; experts' scales are not tuned", remedy=_LEAVE_OUT, unsupported=True),
     ranks=Refusal(
         why="; it runs in one process", remedy=f"{_LEAVE_OUT}, or quantize with one process"
     ),

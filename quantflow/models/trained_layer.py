@@ -105,5 +105,8 @@ def gradients(
     with torch.enable_grad():
         leaf = state.hidden.detach().requires_grad_()
         output = stream.forward(module, state, leaf)
-        entering, *of_weights = torch.autograd.grad(output, [leaf, *weights], gradient)
+        # weights of experts that no token of the sequence was sent to get a gradient of zeros
+        entering, *of_weights = torch.autograd.grad(
+            output, [leaf, *weights], gradient, materialize_grads=True
+        )
     return entering, of_weights

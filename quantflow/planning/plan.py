@@ -272,7 +272,7 @@ def resolve(
     # called for its refusals alone: a scheme that no file could hold ends here
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)
     transforms = transforms_of(entry)
-    tuning = tune_of(entry, sparse=graph.sparse)
+    tuning = tune_of(entry)
     schemes = mixing_inputs(
         entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1]
     )
@@ -325,7 +325,9 @@ def resolve(
             entry,
             graph,
             schemes,
-            weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm),
+            weights=bool(ALGORITHMS[algorithm].NEEDS)
+            or _clips(transforms, algorithm)
+            or learned is not None,
         ),
         head=head,
         learned=learned,

@@ -218,22 +218,12 @@ def learned_of(entry: Quantize) -> SignRound | None:
     return entry.signround or SignRound()
 
 
-def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
-    """Settings for tuning an entry's scales end to end; None where they are not tuned.
-
-    Args:
-        entry: entry of the recipe.
-        sparse: whether the model is a mixture. Its scales are tuned only where the entry says so,
-            which is refused later.
-    """
+def tune_of(entry: Quantize) -> Tune | None:
+    """Settings for tuning an entry's scales end to end; None where they are not tuned."""
     if entry.tune is not None:
         return entry.tune if entry.tune.steps else None
     combination = _combination_of(entry)
-    if (
-        combination is None
-        or sparse
-        or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry))
-    ):
+    if combination is None or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
         return None
     return Tune(steps=combination.steps, sequences=combination.sequences)
 

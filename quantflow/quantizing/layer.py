@@ -72,6 +72,7 @@ from quantflow.quantizing.static_inputs import input_of
 from quantflow.quantizing.undercalibrated import (
     Short,
     Treatment,
+    left_alone,
     record_of,
     refuse,
     short_of_tokens,
@@ -327,10 +328,12 @@ def _treat_experts(
     if policy.name == "error":
         refuse(layer.prefix, shorts)
     shown = fed_by(policy) if policy.weights else fed
-    treatment = replace(
-        treat(layer, policy, statistics, shorts),
-        few=frozenset(name for short in few for name in short.group.linears),
-    )
+    note = None
+    if opened.plan.learned is not None:
+        note = "its rounding is not learned"
+    elif opened.plan.needs_gradients and policy.name == "all":
+        note = "its gradients' sum damped by its mean diagonal"
+    treatment = left_alone(treat(layer, policy, statistics, shorts), few, note=note)
     return treatment, record_of(layer, routed, fed=shown, shorts=shorts)
 
 
@@ -418,7 +421,14 @@ def _quantize_groups(
             del rounded  # before the next linears are rounded
         del statistics  # before the next group's Hessian is put together
     if plan.learned is not None and waiting:
-        waiting = learn(opened, text, rounded=waiting, learned=plan.learned, execution=execution)
+        waiting = learn(
+            opened,
+            text,
+            rounded=waiting,
+            fixed=treatment.few,
+            learned=plan.learned,
+            execution=execution,
+        )
         encoded = _encode(opened, waiting, workers=execution.workers)
     return encoded
 

@@ -86,7 +86,7 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
             for linear in groups[number].linears
         },
         routed=dict(zip(opened.layer.gates, routed.tolist(), strict=True))
-        if plan.needs_hessian
+        if plan.needs_hessian or plan.learns
         else None,
     )
 

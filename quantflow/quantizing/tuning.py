@@ -14,6 +14,9 @@ step of its own when all sequences have come back through it. So a run that was 
 its step. Before the first step and after the last the divergence of some sequences is taken: scales
 that made it no less are left as they were.
 
+The routers of a mixture of experts stay as they are, and send tokens where they will in the
+artifact. Scales of experts that got too few tokens stay too.
+
 Steps are noisy by the sequences that they see, far more than by rounding. So their products, of
 linears and of the head, are in bfloat16 where the CPU has it
 (`quantflow.core.determinism.products`), at twice the speed, and on a GPU; hidden states, norms,
@@ -54,6 +57,7 @@ from quantflow.models.identity import tensor_hash
 from quantflow.models.reading import read_tensor
 from quantflow.models.trained_layer import gradients, replaced
 from quantflow.numerics.sequence_turns import spread, turns
+from quantflow.planning.experts import Policy
 from quantflow.planning.recipe import Tune
 from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.cache_scales import kv_scales_of
@@ -69,6 +73,7 @@ from quantflow.quantizing.layer_by_layer import (
 )
 from quantflow.quantizing.layer_error import error_from, relative_error, weight_sums
 from quantflow.quantizing.smoothing import is_factor, put_changed, smooth_again
+from quantflow.quantizing.undercalibrated import Short, short_of_tokens
 
 PARTS = ("u", "mean", "square")  # of what is tuned
 TunedTensors = Mapping[str, algorithm.Tuned]  # of the linears of a layer
@@ -175,6 +180,22 @@ class TuningRun:
                 )
                 linears[name] = linear.to(self.device.kind)
         return linears
+
+    def short(self, layer: Layer) -> dict[str, Short]:
+        """Linear -> its group, of the layer's experts that the router sent too few tokens."""
+        tokens = layer_store.record(self.done.folder, layer.index).get("experts", {}).get("tokens")
+        if tokens is None:
+            return {}
+        plan = self.done.plan
+        policy = plan.experts or Policy(tokens=self.done.entry.expert_tokens, weights=True)
+        found = short_of_tokens(
+            layer,
+            policy,
+            dict(zip(layer.gates, tokens, strict=True)),
+            schemes=plan.schemes,
+            shapes={name: info.shape for name, info in self.done.source.checkpoint.infos.items()},
+        )
+        return {name: short for short in found for name in short.group.linears}
 
     def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
         """The dtype in which the layout stores the scales of a linear."""
@@ -293,6 +314,7 @@ class TuningRun:
                 slopes = self._back(visit, places[layer.index], arriving, entering)
                 arriving.close()
                 arriving = entering
+                fixed = self.short(layer)
                 stepped = {
                     name: algorithm.stepped(
                         visit.starts[name].weight,
@@ -301,6 +323,8 @@ class TuningRun:
                         step=step,
                         steps=self.plan.steps,
                     )
+                    if name not in fixed
+                    else tuned
                     for name, tuned in visit.tuned.items()
                 }
             parts = {
@@ -511,6 +535,7 @@ def _finished(
     tensors = {name: tensor for name, tensor in quantized.items() if not is_factor(name)}
     record = layer_store.record(run.done.folder, layer.index)
     starts = run.starts(layer)
+    fixed = run.short(layer)
     tuned = run.tuned(layer, outcome["steps"], starts)
     inputs, outputs, _ = canary_traffic(run.stream, module, layer, canary)
     for name, start in starts.items():
@@ -525,10 +550,12 @@ def _finished(
         rescaled = int((weight.scale != start.weight.scale).sum())
         decisions = record["decisions"][name]
         decisions[TUNE] = {**outcome, "rescaled": rescaled}
+        if name in fixed:
+            decisions[TUNE] |= {"tokens": fixed[name].tokens, "needed": fixed[name].needed}
         if "same_as_rtn" in decisions:
             decisions["same_as_rtn"] = decisions["same_as_rtn"] and not rescaled
     install_all(module, layer, run.done.plan, tensors, device=device)
-    for name in starts:
+    for name in starts.keys() & outputs.keys():  # the canary does not reach every expert
         linear: Any = module.get_submodule(layer.relative(name))
         record["errors"][name]["output"] = relative_error(
             outputs[name], linear(inputs[name]), name=name

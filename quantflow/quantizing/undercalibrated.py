@@ -4,7 +4,7 @@ The policies, and how many tokens are too few, are in quantflow/planning/experts
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -212,6 +212,22 @@ def treat(
     return Treatment(
         statistics=replaced, rounded=chosen[NEAREST], damped=chosen[_DAMP], decisions=decisions
     )
+
+
+def left_alone(treatment: Treatment, few: Iterable[Short], *, note: str | None) -> Treatment:
+    """The treatment with the linears that were sent too few tokens, and what follows from that.
+
+    Args:
+        treatment: the policy's.
+        few: their groups, whatever the policy showed them.
+        note: what is not done with them; None where nothing follows gradients.
+    """
+    short = {name: item for item in few for name in item.group.linears}
+    decisions = dict(treatment.decisions)
+    for name, item in short.items() if note is not None else ():
+        told = decisions.get(name) or f"{item.tokens} of {item.needed} tokens"
+        decisions[name] = f"{told}; {note}"
+    return replace(treatment, few=frozenset(short), decisions=decisions)
 
 
 def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:

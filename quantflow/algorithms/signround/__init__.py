@@ -53,9 +53,6 @@ SUPPORTS = Supports(
     layer_inputs=Refusal(
         remedy="it learns on quantized inputs towards original outputs: leave quantized_inputs out",
     ),
-    mixtures=Refusal(
-        why="; experts' rounding is not learned", remedy="use gptq for mixtures", unsupported=True
-    ),
     ranks=Refusal(remedy="quantize with one process, or use gptq"),
 )
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantflow.algorithms import ALGORITHMS, yaqa
+from quantflow.core.scheme import preset, with_group_size
+from quantflow.errors import StatisticsError
 from quantflow.files.rank_folders import rank_folder
+from quantflow.formats import compressed_tensors
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
+from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.numerics import output_blocks
-from quantflow.planning.recipe import Calibration, Measure, Quantize, Tune
+from quantflow.planning.cost import backward_bytes, need_layers
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Calibration, Measure, Quantize, SignRound, Tune
+from quantflow.planning.sizes import model_size
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
@@ -187,3 +196,174 @@ def test_shrunk_sums_of_gradients_have_their_mean_on_top_block_by_block():
         wanted = before + before.diagonal().mean() * torch.eye(len(before))
         torch.testing.assert_close(after, wanted)
     assert not output_blocks.shrink_(torch.zeros(4, 4)).any()
+
+
+def dequantized(model, quantized, folder, layers=(0, 1)):
+    """The family's own model with the weights of some quantized layers."""
+    scheme, found = with_group_size(preset("W4A16"), 32), tensors(quantized)
+    weights = load_file(model / "model.safetensors")
+    for name in graph_for(open_source(model).config).linears:
+        if int(name.split(".")[2]) in layers:
+            decoded = compressed_tensors.decode(name, found, scheme)
+            weights[f"{name}.weight"] = decoded.weight.dequantize()
+    shutil.copytree(model, folder)
+    weights = {name: weight.float() for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def sequences_of(measurement):
+    kept = load_file(measurement / "calibration.safetensors")
+    return torch.split(kept["tokens"], kept["lengths"].tolist())
+
+
+def short_linears(needed, counts):
+    return {
+        f"{expert(number, layer)}.{linear}"
+        for layer in (0, 1)
+        for number in range(5)
+        for linear in ("w1", "w2", "w3")
+        if counts[layer][number] < needed
+    }
+
+
+def tokens_of(measurement):
+    found = json.loads((measurement / "measurement.json").read_text())["routed"]
+    return [found[f"model.layers.{layer}.block_sparse_moe.experts"]["tokens"] for layer in (0, 1)]
+
+
+GPTQ = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32, "transforms": ()}
+LEARNED = {**GPTQ, "algorithm": "signround"}
+
+
+def parts_of(found, linear):
+    return {name: tensor for name, tensor in found.items() if name.startswith(f"{linear}.")}
+
+
+@pytest.mark.parametrize(("policy", "first"), [("damp", "rtn"), ("all", "gptq")])
+def test_signround_learns_a_layer_with_its_experts_and_leaves_those_with_few_tokens(
+    starving, measurement, tmp_path, policy, first
+):
+    """The recorded error is that of the family's own layer with the artifact's weights."""
+    counts = tokens_of(measurement)
+    needed = sorted(counts[0])[2]
+    words = {"experts": policy, "expert_tokens": needed}
+    learned = SignRound(iterations=20, sequences=2, start=first)
+    start = made(starving, tmp_path / "start", measurement, **{**GPTQ, "algorithm": first}, **words)
+    folder = made(
+        starving, tmp_path / "learned", measurement, **LEARNED, signround=learned, **words
+    )
+    before, after = tensors(start), tensors(folder)
+    short = short_linears(needed, counts)
+    assert any(int(name.split(".")[5]) == UNREACHED for name in short) and len(short) > 6
+    for record in records(folder):
+        moved = 0
+        for name, decisions in record["decisions"].items():
+            same = all(
+                torch.equal(tensor, parts_of(after, name)[key])
+                for key, tensor in parts_of(before, name).items()
+            )
+            if name in short:
+                assert same and "iterations" not in decisions
+                assert decisions["experts"].endswith("; its rounding is not learned")
+            else:
+                assert same == (decisions["moved"] + decisions["rescaled"] == 0)
+                moved += decisions["moved"] * (".experts." in name)
+                if first == "rtn":
+                    assert decisions["block_loss"] < 0.9 * decisions["block_loss_start"]
+        assert (first == "rtn") <= (moved > 0)
+    original = AutoModelForCausalLM.from_pretrained(starving, dtype=torch.float32).eval()
+    name = "model.layers.0.self_attn.q_proj"
+    for which, key in ((start, "block_loss_start"), (folder, "block_loss")):
+        quantized = dequantized(starving, which, tmp_path / f"{which.name}-plain", layers=(0,))
+        power = error = 0.0
+        with torch.no_grad():
+            for sequence in sequences_of(measurement):
+                wanted, found = (
+                    model.model(sequence[None], output_hidden_states=True).hidden_states[1]
+                    for model in (original, quantized)
+                )
+                power += float(wanted.double().square().sum())
+                error += float((found - wanted).double().square().sum())
+        recorded = records(folder)[0]["decisions"][name][key]
+        assert error / power == pytest.approx(recorded, rel=1e-3)
+
+
+def test_tuning_lowers_the_divergence_of_a_mixture_and_leaves_experts_with_few_tokens(
+    starving, measurement, tmp_path
+):
+    """The recorded divergence is that of the family's own model with the artifact's weights."""
+    counts = tokens_of(measurement)
+    needed = sorted(counts[0])[2]
+    words = {**GPTQ, "experts": "damp", "expert_tokens": needed}
+    start = made(starving, tmp_path / "gptq", measurement, **words)
+    folder = made(
+        starving, tmp_path / "tuned", measurement, **words, tune=Tune(steps=6, sequences=2)
+    )
+    before, after = tensors(start), tensors(folder)
+    short = short_linears(needed, counts)
+    rescaled = 0
+    for layer, record in enumerate(records(folder)):
+        for name, decisions in record["decisions"].items():
+            told = decisions["tune"]
+            scale = f"{name}.weight_scale"
+            if name in short:
+                number = int(name.split(".")[5])
+                assert torch.equal(before[scale], after[scale]) and told["rescaled"] == 0
+                assert (told["tokens"], told["needed"]) == (counts[layer][number], needed)
+            else:
+                assert "needed" not in told
+                assert told["rescaled"] == int((before[scale] != after[scale]).sum())
+                rescaled += told["rescaled"] * (".experts." in name)
+    assert rescaled > 0
+    told = records(folder)[0]["decisions"]["model.layers.0.self_attn.q_proj"]["tune"]
+    assert told["divergence"] < told["divergence_start"]
+    original = AutoModelForCausalLM.from_pretrained(starving, dtype=torch.float32).eval()
+    sequences = sequences_of(measurement)
+    for which, key in ((start, "divergence_start"), (folder, "divergence")):
+        quantized = dequantized(starving, which, tmp_path / f"{which.name}-plain")
+        total = 0.0
+        with torch.no_grad():
+            for sequence in sequences:
+                wanted, found = (
+                    model(sequence[None]).logits[0].double().log_softmax(-1)
+                    for model in (original, quantized)
+                )
+                total += float((wanted.exp() * (wanted - found)).sum())
+        assert total / sum(map(len, sequences)) == pytest.approx(told[key], rel=1e-3)
+
+
+def test_presets_of_a_mixture_are_those_of_a_dense_model_and_plan_counts_their_cost(
+    starving, measurement, tmp_path
+):
+    graph = graph_for(open_source(starving).config)
+    infos = open_source(starving).checkpoint.infos
+    shapes = {name: info.shape for name, info in infos.items()}
+    sizes = model_size(infos, open_source(starving).config, graph)
+    costs = {}
+    for word, algorithm in (("gptq", "gptq"), ("good", "gptq"), ("best", "yaqa")):
+        entry = Quantize(name="x", scheme="W4A16", algorithm=word, group_size=32)
+        plan = resolve(entry, graph, shapes)
+        assert (plan.algorithm, plan.tune is not None) == (algorithm, word != "gptq")
+        assert plan.experts is not None and plan.experts.weights
+        need = need_layers(sizes, plan, lengths=[48] * 6)
+        costs[word] = (need.scratch, max(fixed + each for fixed, each in need.peaks))
+    assert costs["gptq"] < costs["good"] < costs["best"]
+    learned = resolve(Quantize(name="x", **LEARNED), graph, shapes)
+    assert learned.algorithm == "rtn" and learned.experts is not None and learned.experts.weights
+    with pytest.raises(StatisticsError, match=r"experts\.4 \(0 of 256\)"):
+        made(starving, tmp_path / "q", measurement, **LEARNED)
+
+
+def test_what_a_sequence_keeps_for_its_way_back_grows_with_the_chosen_experts(starving):
+    source = open_source(starving)
+    sizes = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
+    more = replace(
+        sizes,
+        layers=tuple(
+            replace(layer, shares=tuple(min(1.0, 2 * share) for share in layer.shares))
+            for layer in sizes.layers
+        ),
+    )
+    chosen = 2 * (64 + 2 * 2 * 128 + 128 + 2 * 64)  # gate and up of 128, down; twice a token
+    assert backward_bytes(more, 10) - backward_bytes(sizes, 10) == 4 * 10 * chosen

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.errors import StatisticsError, UsageError
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
@@ -284,14 +284,6 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
     with pytest.raises(kind, match=message):
         made(llama, measured, tmp_path / "2", replace(ENTRY, **words), **options)
     assert not (tmp_path / "2").exists()
-
-
-def test_mixtures_are_refused_by_their_name(family_model, measured_family, tmp_path):
-    with pytest.raises(
-        UnsupportedError,
-        match="learned: signround of a mixtral; experts' rounding is not learned; use gptq",
-    ):
-        made(family_model("mixtral"), measured_family("mixtral"), tmp_path / "2")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from quantflow import cpu_threads
 from quantflow.algorithms import COMBINATIONS, tune
 from quantflow.core import determinism
-from quantflow.errors import UnsupportedError, UsageError
+from quantflow.errors import UsageError
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
@@ -30,7 +30,7 @@ from quantflow.planning.recipe import (
     Validate,
     recipe_from,
 )
-from quantflow.planning.requirements import entries_of, tune_of
+from quantflow.planning.requirements import tune_of
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
@@ -477,12 +477,6 @@ def test_others_tune_where_they_are_told():
     assert tune_of(Quantize(name="a", scheme="W4A16", algorithm="gptq", tune=FEW)) == FEW
 
 
-@pytest.mark.parametrize("word", COMBINATIONS)
-def test_a_combination_of_a_mixture_of_experts_tunes_nothing(word):
-    (entry,) = entries_of(f"W4A16:{word}")
-    assert tune_of(entry, sparse=True) is None
-
-
 def test_steps_come_from_the_command_line(llama, measured, tmp_path):
     given = (
         "quantize",
@@ -543,11 +537,6 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
     with pytest.raises(UsageError, match=message):
         made(llama, measured, tmp_path / "2", replace(ENTRY, **words), **options)
     assert not (tmp_path / "2").exists()
-
-
-def test_mixtures_are_refused_by_their_name(family_model, measured_family, tmp_path):
-    with pytest.raises(UnsupportedError, match="tune of a mixtral; experts' scales are not tuned"):
-        made(family_model("mixtral"), measured_family("mixtral"), tmp_path / "2")
 
 
 @pytest.mark.parametrize(
