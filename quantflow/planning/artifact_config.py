@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quantflow.files.checkpoint import UnusedTensor
+from quantflow.files.layers_ahead import layers_ahead
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
@@ -40,7 +41,7 @@ def artifact_config(
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
         schemes,
-        ignore=left_alone(graph, schemes, infos=infos, unused=unused),
+        ignore=[*left_alone(graph, schemes, infos=infos, unused=unused), *_of_drafts(unused)],
         model_type=graph.family.model_type,
         kv_cache=plan.kv_cache,
         modules=module_names(graph),
@@ -116,6 +117,16 @@ def _unused_linears(unused: Mapping[str, UnusedTensor]) -> list[str]:
         elif ".experts." in name and len(tensor.info.shape) == 3:
             linears += [name, name.rpartition(".")[0]]
     return linears
+
+
+def _of_drafts(unused: Mapping[str, UnusedTensor]) -> list[str]:
+    """The pattern of modules in which SGLang runs a layer beyond the last, its draft model (NextN).
+
+    vLLM runs it under the checkpoint's names. A linear that neither name leaves out would be taken
+    for a quantized one, since it is of a class that is.
+    """
+    beyond = any(ahead.joint.endswith(".eh_proj") for ahead in layers_ahead(unused))
+    return [r"re:model\.decoder\..*"] if beyond else []
 
 
 def module_names(graph: Graph) -> dict[str, str]:

@@ -6,6 +6,7 @@ whether the model runs or not.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -158,6 +159,11 @@ def test_layers_that_predict_further_ahead_are_copied_and_named(written, model_t
     for module in (f"{place}self_attn.qkv_proj", f"{place}mlp.experts.3.down_proj", *matrices):
         assert ignored_by_vllm(module, left)
     assert not ignored_by_vllm("model.layers.1.self_attn.qkv_proj", left)
+    # SGLang's draft model of a layer beyond the last has names of its own
+    for module in ("model.decoder.self_attn.q_proj", "model.decoder.mlp.experts.3.down_proj"):
+        patterns = [each.removeprefix("re:") for each in left if each.startswith("re:")]
+        beyond = model_type == "glm4_moe"
+        assert any(re.match(pattern, module) for pattern in patterns) == beyond
     assert torch.equal(logits_of(artifact), expected)
     assert run("verify", artifact) == 0
     assert "| copied, not used by the model |" in (artifact / "README.md").read_text()
