@@ -6,16 +6,20 @@ the inputs and adds its products to those of the other ranks. Ours is where the 
 of a cut weight a rank reads its slice from the files, and nothing else. Embeddings, norms and the
 head stay whole; of an embedding only the rows of the tokens are read anyway.
 
+Of a mixture whose experts lie on several cards each runs its own and sends their outputs to the
+others, which add them up in the order of one process.
+
 Ranks add up in an order of their own, so what leaves a row-sharded linear differs from a whole
 model's in the last bits. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -23,6 +27,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from quantflow.core.device import HOST, Device
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
+from quantflow.models.experts import Experts, Spread
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_columns, read_rows
@@ -94,6 +99,9 @@ class RankShare:
     def _slice(self, name: str, dtype: torch.dtype) -> Tensor:
         linear, _, leaf = name.rpartition(".")
         placement = self.placements.get(linear, {"kind": "replicated"})
+        if is_elsewhere(placement):
+            shape = self.source.checkpoint.tensors[name][1].shape
+            return torch.empty((0, *shape[1:]), dtype=dtype)
         if placement["kind"] not in STYLES or (placement["kind"] == "row" and leaf != "weight"):
             # the bias of a row is added once, after the sum
             return self.source.read([name], dtype)[name]
@@ -116,25 +124,69 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
         mesh: one-dimensional, the ranks that share the model.
 
     Raises:
-        UnsupportedError: a placement that is neither replicated, column nor row.
+        UnsupportedError: a placement that is none of replicated, column, row and expert.
     """
+    _spread_(stream, placements, mesh)
     for name in stream.graph.linears:
         placement = placements[name]
         if placement["kind"] == "replicated":
+            continue
+        if placement["kind"] == "expert":
+            if is_elsewhere(placement):
+                _shorten_(stream.model.get_submodule(name), axis=0, length=0, bias=True)
             continue
         if placement["kind"] not in STYLES:
             raise UnsupportedError(
                 f"{name}: is {placement['kind']}, only columns and rows are cut", "use --tp 1"
             )
         module = stream.model.get_submodule(name)
-        for leaf in ("weight", "bias"):
-            parameter = getattr(module, leaf, None)
-            if parameter is not None and (leaf == "weight" or placement["kind"] == "column"):
-                shape = list(parameter.shape)
-                shape[placement["axis"]] = placement["length"]
-                setattr(
-                    module,
-                    leaf,
-                    nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False),
-                )
+        column = placement["kind"] == "column"
+        _shorten_(module, axis=placement["axis"], length=placement["length"], bias=column)
         ALL_PARALLEL_STYLES[STYLES[placement["kind"]]].install_forward(module, mesh)
+
+
+def is_elsewhere(placement: Placement) -> bool:
+    """Whether a linear is an expert's that another card holds."""
+    return placement["kind"] == "expert" and not placement["length"]
+
+
+def _shorten_(module: nn.Module, *, axis: int, length: int, bias: bool) -> None:
+    """Give the weight of a linear, and its bias, another length; values are read later."""
+    for leaf in ("weight", *(["bias"] if bias else [])):
+        parameter = getattr(module, leaf, None)
+        if parameter is not None:
+            shape = list(parameter.shape)
+            shape[axis if leaf == "weight" else 0] = length
+            empty = torch.empty(shape, device="meta")
+            setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+
+
+def _spread_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Let each mixture of a stream run this card's experts, and take the others' outputs."""
+    for layer in stream.graph.layers:
+        names = [group.linears[0] for group in layer.groups if group.expert is not None]
+        spread = [placements[name] for name in names if placements[name]["kind"] == "expert"]
+        if not spread:
+            continue
+        each, cards = spread[0]["experts"] // mesh.size(), range(mesh.size())
+        held = [range(card * each, card * each + each) for card in cards]
+        whole = stream.model.get_submodule(stream.graph.family.layers)[layer.index]
+        for module in whole.modules():
+            if isinstance(module, Experts):
+                module.spread = Spread(
+                    card=mesh.get_local_rank(), held=held, gather=partial(_gathered, mesh)
+                )
+
+
+def _gathered(mesh: DeviceMesh, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The rows of every card, of which each has another number."""
+    most = max(counts)
+    padded = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    # as bytes, since not every backend moves every dtype
+    distributed.all_gather(
+        [part.view(torch.uint8) for part in parts],
+        padded.view(torch.uint8),
+        group=mesh.get_group(),
+    )
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]

@@ -93,7 +93,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
             "leave --ranks out under torchrun",
         )
     world = job.options.ranks if launched is None else launched[1]
-    replicas.sizes(world, job.options.tp, job.options.dp)
+    _sizes(job, world)
     _check_compute(job, world=world)
     refuse_other_world(job.output, world)
     if launched is not None:
@@ -119,6 +119,16 @@ def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
     )
 
 
+def _sizes(job: MeasureJob, world: int) -> tuple[int, int]:
+    """The number of replicas, and of the cards that share each."""
+    return replicas.sizes(world, job.options.tp, job.options.dp, job.options.ep)
+
+
+def _ep(job: MeasureJob) -> int:
+    """The number of cards that experts are spread over."""
+    return job.options.ep or 1
+
+
 def _stats(job: MeasureJob) -> tuple[str, ...]:
     """The observers of every linear's input.
 
@@ -132,10 +142,10 @@ def _stats(job: MeasureJob) -> tuple[str, ...]:
 def _launch(job: MeasureJob, progress: Progress) -> None:
     """Start one process per rank, after mistakes that every rank would make are refused once."""
     source = open_source(job.model)
-    dp, tp = replicas.sizes(job.options.ranks, job.options.tp, job.options.dp)
+    dp, tp = _sizes(job, job.options.ranks)
     _check_fit(job, graph_for(source.config), tp=tp)
     # a model that cannot be cut is refused here, once
-    placements(source.config, _shapes(source), tp=tp, rank=0)
+    _placements(job, source, cards=tp, rank=0)
     disk.make_folder(job.output)
     inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.options.ranks)
     folders = [
@@ -158,7 +168,7 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
     """Measure one rank of several; ranks wait for each other at the end."""
     die_with_parent()
-    shares = replicas.sizes(world, job.options.tp, job.options.dp)[1] > 1
+    shares = _sizes(job, world)[1] > 1
     device = _device(job) if shares else HOST  # others send each other no tensor
     with device.current():
         meet(TIMEOUT, device)
@@ -192,11 +202,15 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
             f"measure: experts={job.options.experts}, a {graph.family.model_type} has no experts",
             "leave --experts out",
         )
-    if graph.sparse and tp > 1:
+    if _ep(job) > 1 and not graph.sparse:
+        raise UsageError(
+            f"measure: --ep {_ep(job)}, a {graph.family.model_type} has no experts",
+            "use --tp or --dp",
+        )
+    if graph.sparse and tp > _ep(job):
         raise UnsupportedError(
-            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card "
-            "here",
-            "use --dp, each of whose replicas holds one layer at a time",
+            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts are not cut here",
+            "use --ep, each of whose cards holds some of the experts, or --dp",
         )
 
 
@@ -222,7 +236,7 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         )
     if world > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{world - 1}")  # there is one for each
-    if replicas.sizes(world, job.options.tp, job.options.dp)[1] > 1 and backend_of(device) is None:
+    if _sizes(job, world)[1] > 1 and backend_of(device) is None:
         raise UnsupportedError(
             f"measure: ranks that share a model with --device {name}, whose sums torch "
             f"{torch.__version__} cannot make there",
@@ -257,8 +271,9 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "seed": job.seed,
         "stats": list(_stats(job)),
         "world": world,
-        "tp": replicas.sizes(world, job.options.tp, job.options.dp)[1],
+        "tp": _sizes(job, world)[1],
         **({} if job.options.experts is None else {"experts": job.options.experts}),
+        **({} if _ep(job) == 1 else {"ep": _ep(job)}),
         **device.key(),
         **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
         **({} if products == torch.float32 else {"products": str(products)}),
@@ -272,7 +287,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
     device = _device(job)
     source = open_source(job.model)
     graph = graph_for(source.config)
-    _check_fit(job, graph, tp=replicas.sizes(world, job.options.tp, job.options.dp)[1])
+    _check_fit(job, graph, tp=_sizes(job, world)[1])
     folder = rank_folder(job.output, rank, world)
     work = folder.parent / f".{folder.name}.work"
     # before anything is written beside a foreign folder
@@ -372,12 +387,24 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
 
 
 def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Replica:
-    dp, tp = replicas.sizes(world, job.options.tp, job.options.dp)
+    dp, tp = _sizes(job, world)
     # Of a model that is whole here the placements say how a runtime would cut it, which copies
     # heads where they are few.
-    held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
+    held = _placements(job, source, cards=tp, rank=rank)
     mesh = replicas.meshed(world, tp, device=_device(job))
     return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=mesh)
+
+
+def _placements(
+    job: MeasureJob, source: Source, *, cards: int, rank: int
+) -> dict[str, dict[str, Any]]:
+    """The part of every tensor that a rank holds.
+
+    With `ep` all that is no expert's is whole on every card.
+    """
+    tp = cards if _ep(job) == 1 else 1
+    shapes = _shapes(source)
+    return placements(source.config, shapes, tp=tp, rank=rank, ep=_ep(job), copy_kv_heads=tp == 1)
 
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
@@ -470,7 +497,7 @@ def _meta(
             "world": replica.cards * replica.count,
             "tp": replica.cards,
             "dp": replica.count,
-            "ep": 1,
+            "ep": _ep(job),
         },
         "dtype": job.compute.dtype,
         **_device(job).key(),

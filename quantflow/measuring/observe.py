@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quantflow.core import determinism
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
-from quantflow.distributed.transformers_split import RankShare, cut_
+from quantflow.distributed.transformers_split import RankShare, cut_, is_elsewhere
 from quantflow.files.canonical import digest_of
 from quantflow.files.safetensors_header import read_header
 from quantflow.measuring.backward import generator_for
@@ -185,6 +185,7 @@ class Observation:
         """
         firsts = {group.linears[0] for group in layer.groups}
         gates = list(layer.gates.values())
+        held = [name for name in layer.linears if self._is_here(name)]
         # Hooks belong to the module, and several threads run sequences through it: each thread has
         # the observers of its own sequence.
         mine = threading.local()
@@ -205,17 +206,17 @@ class Observation:
 
         def routed(tokens: Tensor) -> None:
             for gate, count in zip(gates, tokens.unbind(), strict=True):
+                if not self._is_here(gate):
+                    continue
                 mine.observers[f"{gate}|{ROUTED}"] = [
                     CountObserver.from_state({COUNT.name: count.clone()})
                 ]
 
         total: Observers = {}
-        for name in layer.linears:
+        for name in held:
             weight: Any = module.get_submodule(layer.relative(name)).weight
             self._see(total, f"{name}|weight", [AmaxObserver.NAME], weight)
-        watching = watch(
-            module, {layer.relative(name): partial(watched, name) for name in layer.linears}
-        )
+        watching = watch(module, {layer.relative(name): partial(watched, name) for name in held})
         with watching, watch_routing(module, routed), EXPERT_TOKENS[self.experts](module):
             # Sequences run on several threads and arrive in sample order, so every sum is that of
             # one thread.
@@ -230,10 +231,17 @@ class Observation:
         self._add_unseen(total, module, layer)
         return fetched(_by_name(total, layer), self.device)
 
+    def _is_here(self, name: str) -> bool:
+        """Whether a linear is not one of an expert that another card holds."""
+        placement = self.replica.placements.get(name)
+        return placement is None or not is_elsewhere(placement)
+
     def _add_unseen(self, total: Observers, module: nn.Module, layer: Layer) -> None:
         """Add empty statistics of experts without tokens, so that every rank has the same keys."""
         for group in layer.groups:
             for name in group.linears if group.expert is not None else ():
+                if not self._is_here(name):
+                    continue
                 weight: Any = module.get_submodule(layer.relative(name)).weight
                 outputs, inputs = weight.shape
                 total.setdefault(f"{name}|output", self._observers([AmaxObserver.NAME], outputs))

@@ -66,20 +66,33 @@ def meshed(world: int, tp: int, *, device: Device) -> DeviceMesh | None:
     return init_device_mesh(device.kind.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]
 
 
-def sizes(ranks: int, tp: int | None, dp: int | None) -> tuple[int, int]:
-    """The number of replicas and the number of ranks that share each, (dp, tp).
+def sizes(ranks: int, tp: int | None, dp: int | None, ep: int | None = None) -> tuple[int, int]:
+    """The number of replicas and the number of ranks that share each, (dp, tp or ep).
 
     Args:
         ranks: number of ranks of the world.
         tp: ranks that share a model; None means 1, or the rest beside dp.
         dp: replicas; None means the rest beside tp.
+        ep: ranks that share a mixture by its experts; None means 1.
 
     Raises:
         UsageError: the numbers disagree.
     """
-    for name, value in (("ranks", ranks), ("tp", tp), ("dp", dp)):
+    for name, value in (("ranks", ranks), ("tp", tp), ("dp", dp), ("ep", ep)):
         if value is not None and value < 1:
             raise UsageError(f"{name}={value}", "give 1 or more")
+    if (ep or 1) > 1:
+        if (tp or 1) > 1:
+            raise UsageError(
+                f"measure: tp={tp} with ep={ep}",
+                "give one: with --ep every card has all that is no expert's",
+            )
+        if (dp or ranks // (ep or 1)) * (ep or 1) != ranks:
+            raise UsageError(
+                f"measure: {ranks} ranks, ep={ep} x dp={dp or ranks // (ep or 1)}",
+                "give ranks = ep x dp",
+            )
+        tp = ep
     cards = tp or (ranks // dp if dp else 1)
     replicas = dp or ranks // cards
     if cards * replicas != ranks:

@@ -85,8 +85,62 @@ class Expert(nn.Module):
         return output
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The experts of each of several cards, and how cards give each other what theirs put out.
+
+    Every card has the same hidden states and router, so it knows how many rows each one sends.
+
+    Attributes:
+        card: number of this card.
+        held: numbers of the experts of each card.
+        gather: function from this card's rows, [n, H], and the number of rows of each card to the
+            rows of every card.
+    """
+
+    card: int
+    held: Sequence[range]
+    gather: Callable[[Tensor, Sequence[int]], Sequence[Tensor]]
+
+    def outputs(
+        self, experts: nn.ModuleList, hidden_states: Tensor, top_k_index: Tensor, *, every: bool
+    ) -> dict[int, Tensor]:
+        """Number of an expert -> its outputs for the tokens that were routed to it, [n, H].
+
+        Args:
+            experts: the experts, of which those of this card have weights.
+            hidden_states: [T, H].
+            top_k_index: int64 [T, k].
+            every: run this card's experts on every token.
+        """
+        tokens = {
+            number: torch.where((top_k_index == number).T)[1] for number in range(len(experts))
+        }
+        mine = []
+        for number in self.held[self.card]:
+            if every:
+                mine.append(experts[number](hidden_states)[tokens[number]])
+            elif len(tokens[number]):
+                mine.append(experts[number](hidden_states[tokens[number]]))
+        counts = [[len(tokens[number]) for number in own] for own in self.held]
+        rows = torch.cat([hidden_states.new_zeros(0, hidden_states.shape[-1]), *mine])
+        found = self.gather(rows, [sum(own) for own in counts])
+        return {
+            number: outputs
+            for own, sizes, part in zip(self.held, counts, found, strict=True)
+            for number, outputs in zip(own, torch.split(part, sizes), strict=True)
+        }
+
+
 class Experts(nn.ModuleList):
-    """The experts of a layer, called as transformers' own modules call theirs."""
+    """The experts of a layer, called as transformers' own modules call theirs.
+
+    Attributes:
+        spread: how they lie on several cards; None where this process has all of them. The sum is
+            in the same order, so its bits are those of one process.
+    """
+
+    spread: Spread | None = None
 
     @property
     def names(self) -> tuple[ExpertNames, ...]:
@@ -105,12 +159,22 @@ class Experts(nn.ModuleList):
             [T, H] in the dtype of the hidden states.
         """
         total = torch.zeros_like(hidden_states)
+        ready = self._ready(hidden_states, top_k_index, every=False)
         for number in torch.unique(top_k_index).tolist():
             if number >= len(self):  # some routers name one more than there are: no expert
                 continue
             place, token = torch.where((top_k_index == number).T)
-            _add_(total, self[number](hidden_states[token]), token, top_k_weights[token, place])
+            outputs = self[number](hidden_states[token]) if ready is None else ready[number]
+            _add_(total, outputs, token, top_k_weights[token, place])
         return total
+
+    def _ready(
+        self, hidden_states: Tensor, top_k_index: Tensor, *, every: bool
+    ) -> dict[int, Tensor] | None:
+        """The outputs of every card's experts; None where this process runs one after the other."""
+        if self.spread is None:
+            return None
+        return self.spread.outputs(self, hidden_states, top_k_index, every=every)
 
     def of_every_token(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -120,9 +184,11 @@ class Experts(nn.ModuleList):
         Outputs that were not routed are dropped.
         """
         total = torch.zeros_like(hidden_states)
+        ready = self._ready(hidden_states, top_k_index, every=True)
         for number, expert in enumerate(self):
             place, token = torch.where((top_k_index == number).T)
-            _add_(total, expert(hidden_states)[token], token, top_k_weights[token, place])
+            outputs = expert(hidden_states)[token] if ready is None else ready[number]
+            _add_(total, outputs, token, top_k_weights[token, place])
         return total
 
 

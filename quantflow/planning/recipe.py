@@ -193,7 +193,8 @@ class Calibration:
 class Measure:
     """The ranks that measure, and the statistics that they collect.
 
-    `tp` ranks share a model, and `dp` replicas share the sequences: ranks = tp x dp. With `stats`
+    `tp` ranks share a model, and `dp` replicas share the sequences: ranks = tp x dp. `ep` ranks
+    share a mixture, each with some of the experts and all the rest: ranks = ep x dp. With `stats`
     null the statistics are those that the entries of `quantize` need. `experts` null shows an
     expert all tokens where an entry asks for it.
     """
@@ -212,6 +213,12 @@ class Measure:
         "--dp",
         least=1,
         help="Replicas of the model, which share the sequences (default: ranks / tp).",
+    )
+    ep: int | None = _for_measure(
+        None,
+        "--ep",
+        least=1,
+        help="Ranks that share a mixture, each with some of the experts (default 1).",
     )
     stats: tuple[str, ...] | None = _for_measure(
         None,
