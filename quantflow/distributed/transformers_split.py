@@ -127,19 +127,21 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
         UnsupportedError: a placement that is none of replicated, column, row and expert.
     """
     _spread_(stream, placements, mesh)
+    modules = {name: layer.module(name) for layer in stream.graph.layers for name in layer.linears}
     for name in stream.graph.linears:
         placement = placements[name]
         if placement["kind"] == "replicated":
             continue
         if placement["kind"] == "expert":
             if is_elsewhere(placement):
-                _shorten_(stream.model.get_submodule(name), axis=0, length=0, bias=True)
+                module = stream.model.get_submodule(modules[name])
+                _shorten_(module, axis=0, length=0, bias=True)
             continue
         if placement["kind"] not in STYLES:
             raise UnsupportedError(
                 f"{name}: is {placement['kind']}, only columns and rows are cut", "use --tp 1"
             )
-        module = stream.model.get_submodule(name)
+        module = stream.model.get_submodule(modules[name])
         column = placement["kind"] == "column"
         _shorten_(module, axis=placement["axis"], length=placement["length"], bias=column)
         ALL_PARALLEL_STYLES[STYLES[placement["kind"]]].install_forward(module, mesh)

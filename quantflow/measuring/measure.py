@@ -193,7 +193,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
     gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
     if gradients and tp > 1:
         raise UsageError(
-            f"measure: statistic {gradients} with tp={tp}",
+            f"measure: statistic {gradients} with {'tp' if _ep(job) == 1 else 'ep'}={tp}",
             "gradients go through a model that is whole: measure it with --tp 1, on any number "
             "of ranks",
         )

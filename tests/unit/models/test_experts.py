@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.errors import UnsupportedError
-from quantflow.models.experts import Experts, every_token, watch_routing
+from quantflow.models.experts import Experts, Spread, every_token, watch_routing
 from quantflow.models.hooks import watch
 from quantflow.models.load import load_model, open_source
 from quantflow.models.open import graph_for, open_files
@@ -173,3 +173,46 @@ def test_the_number_of_experts_is_read_under_either_name(family_model, tmp_path)
         graphs += [graph_for(open_files(folder).config), graph_for(open_source(folder).config)]
     assert all(graph == graphs[0] for graph in graphs)
     assert graphs[0].layers[0].experts == 4
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize("every", [False, True])
+@torch.no_grad()
+def test_experts_on_several_cards_put_out_the_bits_of_one_process(
+    cards, every, family_model, among
+):
+    """Also where a card has no token; weights of the others' experts are never touched."""
+    folder = family_model("mixtral")
+
+    def experts():
+        model = load_model(open_source(folder), dtype=torch.float32)
+        return next(part for part in model.modules() if isinstance(part, Experts))
+
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(24, 64, generator=generator)
+    chosen = torch.randint(0, 3, (24, 2), generator=generator)  # none goes to the last expert
+    chosen[:, 1] = (chosen[:, 0] + 1 + chosen[:, 1] % 2) % 3
+    weights = torch.rand(24, 2, generator=generator)
+    whole = experts()
+    expected = whole(hidden, chosen, weights)
+    wholes = [experts() for _ in range(cards)]
+    each = 4 // cards
+    held = [range(card * each, card * each + each) for card in range(cards)]
+
+    def work(wire):
+        mine = wholes[wire.rank]
+        for number, expert in enumerate(mine):
+            for parameter in expert.parameters() if number not in held[wire.rank] else ():
+                parameter.fill_(torch.nan)
+
+        def gather(rows, counts):
+            padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
+            return [part[:count] for part, count in zip(wire.gather(padded), counts, strict=True)]
+
+        mine.spread = Spread(card=wire.rank, held=held, gather=gather)
+        run = mine.of_every_token if every else mine
+        return run(hidden, chosen, weights)
+
+    expected = whole.of_every_token(hidden, chosen, weights) if every else expected
+    for found in among(cards, work):
+        assert torch.equal(found, expected) and torch.isfinite(found).all()
