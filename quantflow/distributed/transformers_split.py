@@ -27,7 +27,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from quantflow.core.device import HOST, Device
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
-from quantflow.models.experts import Experts, Spread
+from quantflow.models.experts import Experts, SpreadExperts
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_columns, read_rows
@@ -175,7 +175,7 @@ def _spread_(stream: LayerStream, placements: Mapping[str, Placement], mesh: Dev
         whole = stream.model.get_submodule(stream.graph.family.layers)[layer.index]
         for module in whole.modules():
             if isinstance(module, Experts):
-                module.spread = Spread(
+                module.spread = SpreadExperts(
                     card=mesh.get_local_rank(), held=held, gather=partial(_gathered, mesh)
                 )
 

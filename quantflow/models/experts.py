@@ -86,7 +86,7 @@ class Expert(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class SpreadExperts:
     """The experts of each of several cards, and how cards give each other what theirs put out.
 
     Every card has the same hidden states and router, so it knows how many rows each one sends.
@@ -140,7 +140,7 @@ class Experts(nn.ModuleList):
             in the same order, so its bits are those of one process.
     """
 
-    spread: Spread | None = None
+    spread: SpreadExperts | None = None
 
     @property
     def names(self) -> tuple[ExpertNames, ...]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.errors import UnsupportedError
-from quantflow.models.experts import Experts, Spread, every_token, watch_routing
+from quantflow.models.experts import Experts, SpreadExperts, every_token, watch_routing
 from quantflow.models.hooks import watch
 from quantflow.models.load import load_model, open_source
 from quantflow.models.open import graph_for, open_files
@@ -209,7 +209,7 @@ def test_experts_on_several_cards_put_out_the_bits_of_one_process(
             padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
             return [part[:count] for part, count in zip(wire.gather(padded), counts, strict=True)]
 
-        mine.spread = Spread(card=wire.rank, held=held, gather=gather)
+        mine.spread = SpreadExperts(card=wire.rank, held=held, gather=gather)
         run = mine.of_every_token if every else mine
         return run(hidden, chosen, weights)
 
