@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+from quantflow.exporting import export as export_stage
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load
 from tests.gguf_mixtures import write_mixture
@@ -95,3 +96,51 @@ def test_a_mixture_with_scales_of_powers_of_two_runs_as_transformers_with_rounde
     assert len(seen) > 30 or not rounded
     artifact = open_folder(folder)
     assert all(p.scheme.input.scale_rounding == "pow2" for p in artifact.linears.values())
+
+
+BIG = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+RANKS = {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32}
+
+
+@pytest.mark.proof(
+    formats="fp8",
+    direction="written",
+    programs={"transformers": "transformers"},
+    compared="a DeepSeek V3 in FP8_BLOCK under DeepSeek's names: every weight of experts, and of "
+    "linears whose rows the blocks divide, bit for bit",
+)
+def test_a_mixture_is_written_as_deepseek_ships_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    model = write_mixture(tmp_path / "m", "deepseek_v3", **BIG, **RANKS, **rope)
+    q, a, folder = tmp_path / "q", tmp_path / "a", tmp_path / "f"
+    assert run("quantize", model, "-o", q, "--scheme", "FP8_BLOCK", "--no-export", "-q") == 0
+    assert run("export", q, "-o", a, "-q") == 0
+    assert run("export", a, "-o", folder, "--format", "fp8", "-q") == 0
+    tensors, source = (load_file(f / "model.safetensors") for f in (folder, model))
+    quantized = {name for name in source if name.endswith(("_proj.weight", "mqa.weight"))}
+    scales = {f"{name}_scale_inv" for name in quantized}
+    assert tensors.keys() == source.keys() | scales
+    for name, tensor in tensors.items():
+        wanted = torch.float8_e4m3fn if name in quantized else None
+        assert tensor.dtype == (wanted or (torch.float32 if name in scales else torch.bfloat16))
+    words = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert words["weight_block_size"] == [128, 128] and words["quant_method"] == "fp8"
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    )
+    ours, compared = open_folder(folder), 0
+    for number in (1, 2):
+        stack = theirs.model.layers[number].mlp.experts
+        for expert in range(8):
+            stem = f"model.layers.{number}.mlp.experts.{expert}"
+            real = [ours.decode(f"{stem}.{leaf}_proj").dequantize() for leaf in ("gate", "up")]
+            assert torch.equal(stack.gate_up_proj[expert], torch.cat(real))
+            down = ours.decode(f"{stem}.down_proj").dequantize()
+            assert torch.equal(stack.down_proj[expert], down)
+    for name, placement in ours.linears.items():
+        if ".experts." not in name and placement.shape[0] % 128 == 0:
+            found = theirs.get_submodule(name).weight
+            assert torch.equal(ours.decode(name).dequantize(), found)
+            compared += 1
+    assert compared >= 12
