@@ -504,6 +504,35 @@ def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, sch
     assert error < 2e-4 and apart < ours / 2 and ours < 1.2 * of_llama_cpp
 
 
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="a Qwen3-MoE in Q4_K_M: type of every tensor and size as its own quantizer has them, "
+    "logits closer to the model than its",
+    environment="LLAMA_CPP_ENV",
+)
+def test_a_mixture_in_q4_k_m_has_the_types_of_llama_cpps_quantizer(call, read, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+    model = write_mixture(tmp_path / "m", "qwen3_moe", **sizes, head_dim=64, num_hidden_layers=4)
+    words = ("--scheme", "Q4_K_M", "--algorithm", "rtn_mse")
+    for line in (
+        ("quantize", "--no-export", model, "-o", tmp_path / "q", *words),
+        ("export", tmp_path / "q", "-o", tmp_path / "a"),
+        ("export", tmp_path / "a", "-o", tmp_path / "blocks", "--format", "gguf"),
+    ):
+        assert exit_code(cli, [str(argument) for argument in line]) == 0
+    (ours,), theirs = (tmp_path / "blocks").glob("*.gguf"), tmp_path / "theirs.gguf"
+    call(QUANTIZE, export(model, tmp_path / "bf16", "bf16"), theirs, "Q4_K_M")
+    assert json.loads(read(TENSORS, ours)) == json.loads(read(TENSORS, theirs))
+    assert abs(ours.stat().st_size - theirs.stat().st_size) < 4096
+    ids = [0, *range(2, 300, 5)]
+    plain = logits_of(model, ids)
+    apart = [divergence(plain, run(call, file, ids)[0]) for file in (ours, theirs)]
+    print(f"Q4_K_M of a mixture: {apart[0]:.3g} nats, its own {apart[1]:.3g}")
+    assert apart[0] < apart[1]
+
+
 IMPORTANCE = """
 import json, sys
 from pathlib import Path
