@@ -229,67 +229,128 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     }
 }
 
-/* A linear on some tokens, as its units are told. */
+/* A linear on some tokens. */
 struct job {
     const struct weight *w;
-    const struct tokens *in;
+    struct tokens in;
     const void *x, *bias;
     void *y;
     int64_t tokens;
+    int64_t first_token, first_unit; /* of all that the jobs of a call have, in their order */
 };
 
-/* A unit: one token's inputs. Its tile is found from the token alone, so that threads prepare them
- * in any order. */
-static void prepare_token(const void *context, int64_t t) {
-    const struct job *job = context;
-    int64_t tokens = job->tokens;
-    int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
-    while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
-    prepare(job->w, job->x, t, begin, tile_of(tokens - begin), job->in);
-}
+/* The linears of a call; their units are shared by all threads at once. */
+struct jobs { struct job *job; int64_t many; };
 
 /* 16-row blocks of a unit: few, so that no thread waits long for another's last one. */
 static int64_t blocks_of_unit(int64_t tokens) { return tokens == 1 ? 4 : 2; }
 
-/* A unit: the outputs of some blocks and all tokens. */
+static int64_t units_of(const struct job *job) {
+    return (job->w->rows + 63) / 64 * 4 / blocks_of_unit(job->tokens);
+}
+
+/* The job that a token or a unit belongs to, whose first ones are in FIELD. */
+#define JOB_OF(FIELD, AT) ({ \
+    const struct job *low = jobs->job; \
+    for (int64_t left = jobs->many; left > 1;) { \
+        int64_t half = left / 2; \
+        if (low[half].FIELD <= (AT)) low += half, left -= half; \
+        else left = half; \
+    } \
+    low; })
+
+/* A unit: one token's inputs. Its tile is found from the token alone, so that threads prepare them
+ * in any order. */
+static void prepare_token(const void *context, int64_t token) {
+    const struct jobs *jobs = context;
+    const struct job *job = JOB_OF(first_token, token);
+    const int64_t tokens = job->tokens, t = token - job->first_token;
+    int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
+    while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
+    prepare(job->w, job->x, t, begin, tile_of(tokens - begin), &job->in);
+}
+
+/* A unit: the outputs of some blocks and all tokens of a linear. */
 static void multiply_blocks(const void *context, int64_t unit) {
-    const struct job *job = context;
-    int64_t piece = blocks_of_unit(job->tokens), block = unit * piece;
+    const struct jobs *jobs = context;
+    const struct job *job = JOB_OF(first_unit, unit);
+    int64_t piece = blocks_of_unit(job->tokens), block = (unit - job->first_unit) * piece;
     for (int64_t t = 0, size; t < job->tokens; t += size) {
         size = tile_of(job->tokens - t);
         /* a tile of one token spans more blocks than a unit of several tokens: every other unit
          * computes it for its neighbour too */
         int many = blocks_of((int)size);
         for (int64_t b = block; b < block + piece; b += many)
-            if (b % many == 0) tile(job->w, job->in, b, t, job->bias, job->y, (int)size);
+            if (b % many == 0) tile(job->w, &job->in, b, t, job->bias, job->y, (int)size);
     }
 }
 
-/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float.
- * Returns 0, or 1 where there was no memory. */
-int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias,
-                     void *y, int bf16) {
-    CHECK(w && x && y && tokens >= 0 && w->data && w->scale && w->rows > 0 && w->columns > 0);
+/* The bytes of a linear's inputs, arranged for the products, and how they are multiplied. */
+static size_t arranged(struct job *job, int bf16) {
+    const struct weight *w = job->w;
+    CHECK(w && w->data && w->scale && w->rows > 0 && w->columns > 0);
     CHECK(w->group > 0 && w->group % 16 == 0);
     CHECK(w->groups == (w->columns + w->group - 1) / w->group);
     CHECK(w->kind >= W4 && w->kind <= F8 && w->input >= ASIS && w->input <= E4M3);
     CHECK(!(w->kind == F8 && w->input == INT8));
     CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
-    struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};
+    job->in.bf16 = bf16;
+    job->in.math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT;
     int64_t columns = w->group * w->groups;
-    in.words = columns / (w->kind == W4 ? 8 : 4) * words_of(w->kind, in.math);
-    size_t size = (size_t)(tokens * (in.words + w->groups * 2) * 4 + 127) / 64 * 64;
-    in.x = aligned_alloc(64, size);
-    if (!in.x) return 1;
-    in.scale = (float *)(in.x + tokens * in.words);
-    in.sum = (int32_t *)(in.scale + tokens * w->groups);
-    const struct job job = {.w = w, .in = &in, .x = x, .bias = bias, .y = y, .tokens = tokens};
-    const int64_t blocks = (w->rows + 63) / 64 * 4;
-    team_share(prepare_token, &job, tokens, 1);
-    team_share(multiply_blocks, &job, blocks / blocks_of_unit(tokens), 1);
-    free(in.x);
+    job->in.words = columns / (w->kind == W4 ? 8 : 4) * words_of(w->kind, job->in.math);
+    return (size_t)(job->tokens * (job->in.words + w->groups * 2) * 4 + 127) / 64 * 64;
+}
+
+/* Compute the outputs of some linears. Returns 0, or 1 where there was no memory. */
+static int run(const struct jobs *jobs, int bf16) {
+    size_t size = 0;
+    for (int64_t i = 0; i < jobs->many; i++) size += arranged(jobs->job + i, bf16);
+    char *room = aligned_alloc(64, size), *at = room;
+    if (!room) return 1;
+    int64_t tokens = 0, units = 0;
+    for (struct job *job = jobs->job; job < jobs->job + jobs->many; job++) {
+        struct tokens *in = &job->in;
+        in->x = (uint32_t *)at;
+        in->scale = (float *)(in->x + job->tokens * in->words);
+        in->sum = (int32_t *)(in->scale + job->tokens * job->w->groups);
+        at += arranged(job, bf16);
+        job->first_token = tokens, job->first_unit = units;
+        tokens += job->tokens, units += units_of(job);
+    }
+    team_share(prepare_token, jobs, tokens, 1);
+    team_share(multiply_blocks, jobs, units, 1);
+    free(room);
     return 0;
+}
+
+/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float.
+ * Returns 0, or 1 where there was no memory. */
+int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias,
+                     void *y, int bf16) {
+    CHECK(w && x && y && tokens >= 0);
+    struct job job = {.w = w, .x = x, .bias = bias, .y = y, .tokens = tokens};
+    return run(&(struct jobs){&job, 1}, bf16);
+}
+
+/* The same for `many` linears, each on tokens of its own: those from first[i] to first[i + 1] of x
+ * and of y. No weight is read of a linear that has no token. */
+int quantflow_linears(const struct weight *const *w, int64_t many, const int64_t *first,
+                      const void *x, const void *const *bias, void *y, int bf16) {
+    CHECK(w && first && x && bias && y && many >= 0);
+    struct job *job = malloc(sizeof *job * (size_t)(many + 1));
+    struct jobs jobs = {job, 0};
+    if (!job) return 1;
+    for (int64_t i = 0, wide = bf16 ? 2 : 4; i < many; i++) {
+        CHECK(first[i] >= 0 && first[i] <= first[i + 1]);
+        if (first[i] == first[i + 1]) continue;
+        job[jobs.many++] = (struct job){
+            .w = w[i], .x = (const char *)x + first[i] * w[i]->columns * wide, .bias = bias[i],
+            .y = (char *)y + first[i] * w[i]->rows * wide, .tokens = first[i + 1] - first[i]};
+    }
+    int failed = jobs.many ? run(&jobs, bf16) : 0;
+    free(job);
+    return failed;
 }
 
 /* The places of the structure's fields, which Python compares with its own; field NULL: the end of

@@ -201,6 +201,15 @@ def _function(library: ctypes.CDLL) -> Any:
     return call
 
 
+def several() -> int:
+    """The address of `quantflow_linears`, which multiplies with several weights in one call.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    return native.function_address(native.library(SOURCE).quantflow_linears)
+
+
 def linear(
     x: Tensor, prepared: Prepared, bias: Tensor | None, *, order: Tensor | None = None
 ) -> Tensor:

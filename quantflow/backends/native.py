@@ -88,6 +88,11 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def function_address(function: object) -> int:
+    """The address of a library's function, for a C structure."""
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+
 class _Field(ctypes.Structure):
     """`struct field` of the C sources."""
 

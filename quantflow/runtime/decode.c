@@ -35,6 +35,7 @@
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
+enum scores { SOFTMAX, SIGMOID, SPARSE_MIXER };
 enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
 #ifdef __AVX512F__
 enum { LANES = 16 }; /* floats of a register */
@@ -73,6 +74,24 @@ typedef struct {
 /* A norm of the features; weight NULL: there is no norm, and its input stays as it is. */
 typedef struct { const float *weight, *bias; } Norm;
 
+/* The mixture of experts of a layer. operations.py has the same fields in `_Experts`. */
+typedef struct {
+    Product router, shared_up, shared_down, shared_score; /* weight NULL: there is none */
+    /* [experts] gate and up, and down, of each expert; all `up` have one shape, all `down` too */
+    const Weight *const *up, *const *down;
+    const float *const *up_bias, *const *down_bias; /* NULL: no bias */
+    /* `quantflow_linears` of kernels.c, or `plain_linears` */
+    int (*linears)(const Weight *const *, int64_t many, const int64_t *first, const float *x,
+                   const float *const *bias, float *y, int bf16);
+    const float *correction; /* [experts] added to scores where experts are chosen; NULL: nothing */
+    int64_t experts, chosen; /* chosen: of each token */
+    int64_t scores, groups, chosen_groups;
+    int64_t counted; /* of a group, its best scores that are added up: 1 or 2 */
+    int64_t normalized;
+    int64_t activation, gated; /* as in Step */
+    float near, least, factor, alpha, limit;
+} Experts;
+
 /* A layer; a pointer is NULL where the layer has no such thing. operations.py has the same fields
  * in `_Layer` and compares their places with `structure_fields`. */
 typedef struct {
@@ -90,6 +109,7 @@ typedef struct {
     Norm attention_norm, attended_norm; /* [hidden] before attention; of what attention adds */
     Norm mlp_norm, gated_norm;          /* [hidden] before the MLP; of what the MLP adds */
     Product qkv, output, up, down;      /* up: gate and up where `gated` */
+    const Experts *experts;             /* in the place of up and down */
     int64_t window;     /* positions that a query sees, itself included; 0: all before it */
     int64_t rotary_dim; /* first features of a head, which are rotated; 0: none */
 } Layer;
@@ -576,6 +596,289 @@ void product_of_heads(const void *x, const void *weight, float *out, int64_t row
                      x_row, out_row, x_head, out_head};
     share(product_of_panel, &context, heads * panels_of(&context), heads * rows * outs * in,
           PRODUCTS_WORTH_A_THREAD);
+}
+
+/* A matrix that is not quantized, as a Product's weight; `narrow`: inputs are rounded to bfloat16,
+ * as the matrix is. operations.py has the same fields in `_Plain`. */
+typedef struct {
+    Weight weight;
+    const void *data;
+    int64_t kind, narrow;
+} Plain;
+
+typedef struct {
+    const float *x;
+    uint16_t *out;
+    int64_t width;
+} Narrow;
+
+static void narrow_row(const void *context, int64_t row) {
+    const Narrow *t = context;
+    for (int64_t i = row * t->width; i < (row + 1) * t->width; i++) t->out[i] = to_bfloat(t->x[i]);
+}
+
+/* `call` of a Product whose weight is a Plain. */
+int plain(const Weight *weight, const float *x, int64_t tokens, const float *bias, float *y,
+          int bf16) {
+    const Plain *p = (const Plain *)weight;
+    CHECK(weight && x && y && tokens > 0 && !bf16);
+    (void)bf16;
+    const int64_t rows = weight->rows, columns = weight->columns;
+    if (!p->narrow) {
+        product(x, p->data, bias, y, tokens, columns, rows, FLOAT32, p->kind);
+        return 0;
+    }
+    uint16_t *inputs = malloc(sizeof *inputs * (size_t)(tokens * columns));
+    if (!inputs) return 1;
+    Narrow context = {x, inputs, columns};
+    share(narrow_row, &context, tokens, tokens * columns, WORTH_A_THREAD);
+    product(inputs, p->data, bias, y, tokens, columns, rows, BFLOAT16, BFLOAT16);
+    free(inputs);
+    return 0;
+}
+
+/* `plain` of several weights, each on the rows from first[i] to first[i + 1] of x and of y. */
+int plain_linears(const Weight *const *w, int64_t many, const int64_t *first, const float *x,
+                  const float *const *bias, float *y, int bf16) {
+    int failed = 0;
+    for (int64_t i = 0; i < many; i++)
+        if (first[i] < first[i + 1])
+            failed |= plain(w[i], x + first[i] * w[i]->columns, first[i + 1] - first[i], bias[i],
+                            y + first[i] * w[i]->rows, bf16);
+    return failed;
+}
+
+/* The index of the largest of some numbers, the lowest of several; -1 where none is above -inf. */
+static int64_t largest_of(const float *x, int64_t count) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < count; i++)
+        if (x[i] > (best < 0 ? -INFINITY : x[best])) best = i;
+    return best;
+}
+
+static int chosen_before(const int64_t *numbers, int64_t count, int64_t number) {
+    for (int64_t j = 0; j < count; j++) if (numbers[j] == number) return 1;
+    return 0;
+}
+
+/* The same of numbers that are no choice yet; where none is above -inf, the lowest. */
+static int64_t next_of(const float *x, int64_t count, const int64_t *numbers, int64_t chosen) {
+    int64_t best = largest_of(x, count);
+    if (best < 0) while (chosen_before(numbers, chosen, ++best)) {}
+    return best;
+}
+
+/* Leave -inf of all groups of experts but those whose best ones, `counted` of each, sum up to most.
+ */
+static void choose_groups(const Experts *e, float *wanted) {
+    const int64_t groups = e->groups, size = e->experts / groups;
+    for (int64_t left = groups - e->chosen_groups; left > 0; left--) {
+        int64_t worst = -1;
+        float least = INFINITY;
+        /* of several the last: those before it stay */
+        for (int64_t group = 0; group < groups; group++) {
+            float first = -INFINITY, second = -INFINITY;
+            for (const float *x = wanted + group * size; x < wanted + (group + 1) * size; x++) {
+                if (*x > first) second = first, first = *x;
+                else if (*x > second) second = *x;
+            }
+            if (first == -INFINITY) continue; /* left out already */
+            float sum = e->counted > 1 ? first + second : first;
+            if (sum <= least) least = sum, worst = group;
+        }
+        for (int64_t i = 0; worst >= 0 && i < size; i++) wanted[worst * size + i] = -INFINITY;
+    }
+}
+
+/* SparseMixer: experts one after the other, each weighed by its share among those that are left and
+ * whose logit is near. The first `chosen` numbers of `weights` and `numbers` are written. */
+static void mix(const Experts *e, const float *logits, float *left, float *weights,
+                int64_t *numbers) {
+    memcpy(left, logits, sizeof *left * (size_t)e->experts);
+    for (int64_t j = 0; j < e->chosen; j++) {
+        int64_t best = next_of(left, e->experts, numbers, j);
+        float top = left[best], sum = 0;
+        for (int64_t i = 0; i < e->experts; i++) {
+            float size = fabsf(logits[i]) > top ? fabsf(logits[i]) : top;
+            if (!((top - logits[i]) / size > e->near)) sum += expf(left[i] - top);
+        }
+        numbers[j] = best, weights[j] = 1 / sum, left[best] = -INFINITY;
+    }
+}
+
+typedef struct {
+    const Experts *e;
+    float *logits, *wanted; /* [rows, experts], both changed */
+    float *weights;         /* [rows, chosen] */
+    int64_t *numbers;
+} Route;
+
+static void route_row(const void *context, int64_t row) {
+    const Route *t = context;
+    const Experts *e = t->e;
+    float *x = t->logits + row * e->experts, *wanted = t->wanted + row * e->experts;
+    float *weights = t->weights + row * e->chosen, sum = 0;
+    int64_t *numbers = t->numbers + row * e->chosen, best = largest_of(x, e->experts);
+    if (e->scores == SPARSE_MIXER) mix(e, x, wanted, weights, numbers);
+    else {
+        const float top = best < 0 ? 0 : x[best];
+        for (int64_t i = 0; i < e->experts; i++) {
+            x[i] = e->scores == SIGMOID ? 1 / (1 + expf(-x[i])) : expf(x[i] - top);
+            sum += x[i];
+        }
+        for (int64_t i = 0; i < e->experts; i++) {
+            if (e->scores == SOFTMAX) x[i] /= sum;
+            wanted[i] = e->correction ? x[i] + e->correction[i] : x[i];
+        }
+        if (e->groups > 1) choose_groups(e, wanted);
+        for (int64_t j = 0; j < e->chosen; j++) {
+            best = next_of(wanted, e->experts, numbers, j);
+            numbers[j] = best, weights[j] = x[best], wanted[best] = -INFINITY;
+        }
+    }
+    for (int64_t j = 1; j < e->chosen; j++) /* in ascending order */
+        for (int64_t i = j; i > 0 && numbers[i] < numbers[i - 1]; i--) {
+            int64_t number = numbers[i];
+            float weight = weights[i];
+            numbers[i] = numbers[i - 1], weights[i] = weights[i - 1];
+            numbers[i - 1] = number, weights[i - 1] = weight;
+        }
+    sum = 0;
+    for (int64_t j = 0; j < e->chosen; j++) sum += weights[j];
+    sum = sum < e->least ? e->least : sum;
+    for (int64_t j = 0; j < e->chosen; j++)
+        weights[j] = e->factor * (e->normalized ? weights[j] / sum : weights[j]);
+}
+
+/* The experts of each of some rows, in ascending order, and their weights. logits, wanted: [rows,
+ * experts], both changed; weights, numbers: [rows, chosen] */
+void route(const Experts *e, float *logits, float *wanted, int64_t rows, float *weights,
+           int64_t *numbers) {
+    CHECK(e && logits && wanted && weights && numbers && rows >= 0);
+    CHECK(e->chosen > 0 && e->chosen <= e->experts && e->groups > 0);
+    CHECK(e->experts % e->groups == 0 && e->experts / e->groups * e->chosen_groups >= e->chosen);
+    Route context = {e, logits, wanted, weights, numbers};
+    share(route_row, &context, rows, rows * e->experts * 8, WORTH_A_THREAD);
+}
+
+/* Sort the choices of all rows by expert. first: [experts + 1] where those of each begin; slots:
+ * [rows, chosen] the place of each choice; rows_of: [rows * chosen] the row of each place. */
+void sort_rows(const Experts *e, const int64_t *numbers, int64_t rows, int64_t *first,
+               int64_t *slots, int64_t *rows_of) {
+    memset(first, 0, sizeof *first * (size_t)(e->experts + 1));
+    for (int64_t i = 0; i < rows * e->chosen; i++) {
+        CHECK(numbers[i] >= 0 && numbers[i] < e->experts);
+        first[numbers[i] + 1]++;
+    }
+    for (int64_t i = 0; i < e->experts; i++) first[i + 1] += first[i];
+    for (int64_t i = 0; i < rows * e->chosen; i++) {
+        slots[i] = first[numbers[i]]++;
+        rows_of[slots[i]] = i / e->chosen;
+    }
+    for (int64_t i = e->experts; i > 0; i--) first[i] = first[i - 1];
+    first[0] = 0;
+}
+
+typedef struct {
+    const float *from;
+    const int64_t *rows_of;
+    float *to;
+    int64_t width;
+} Gather;
+
+static void gather_row(const void *context, int64_t slot) {
+    const Gather *t = context;
+    memcpy(t->to + slot * t->width, t->from + t->rows_of[slot] * t->width,
+           sizeof *t->to * (size_t)t->width);
+}
+
+typedef struct {
+    const float *of_experts, *weights;
+    const int64_t *slots;
+    const float *shared, *scores;
+    float *out;
+    int64_t chosen, width;
+} Combine;
+
+static void combine_row(const void *context, int64_t row) {
+    const Combine *t = context;
+    float *out = t->out + row * t->width;
+    memset(out, 0, sizeof *out * (size_t)t->width);
+    for (int64_t j = row * t->chosen; j < (row + 1) * t->chosen; j++) {
+        const float *from = t->of_experts + t->slots[j] * t->width, weight = t->weights[j];
+#pragma omp simd
+        for (int64_t i = 0; i < t->width; i++) out[i] += weight * from[i];
+    }
+    if (!t->shared) return;
+    const float *from = t->shared + row * t->width;
+    const float weight = t->scores ? 1 / (1 + expf(-t->scores[row])) : 1;
+#pragma omp simd
+    for (int64_t i = 0; i < t->width; i++) out[i] += weight * from[i];
+}
+
+/* out = the sum of each row's experts, by their weights, and of the shared one. of_experts: [rows *
+ * chosen, width] by slot; shared, out: [rows, width]; scores: [rows] logit of the shared one's
+ * weight; NULL: it counts 1. */
+void combine(const Experts *e, const float *of_experts, const float *weights, const int64_t *slots,
+             const float *shared, const float *scores, float *out, int64_t rows, int64_t width) {
+    Combine context = {of_experts, weights, slots, shared, scores, out, e->chosen, width};
+    share(combine_row, &context, rows, rows * width * e->chosen, WORTH_A_THREAD);
+}
+
+/* `count` numbers of `bytes` bytes each of the room that *at is, on a line of their own. */
+static void *taken(char **at, int64_t count, int64_t bytes) {
+    char *own = *at;
+    *at += (count * bytes + 63) / 64 * 64;
+    return own;
+}
+
+/* What the experts of a layer put out: out [rows, hidden] of x [rows, hidden]. Returns 1 where
+ * there was no memory. */
+int mixture(const Experts *e, const float *x, int64_t rows, float *out) {
+    CHECK(e && x && out && rows > 0 && e->linears && e->router.weight && e->up && e->down);
+    const Weight *shared = e->shared_down.weight;
+    const int64_t hidden = e->down[0]->rows, width = e->down[0]->columns, of_up = e->up[0]->rows;
+    const int64_t many = rows * e->chosen, inner = shared ? shared->columns : 0;
+    CHECK(e->up[0]->columns == hidden && of_up == width * (e->gated ? 2 : 1));
+    CHECK(e->router.weight->rows == e->experts && e->router.weight->columns == hidden);
+    const int64_t counts[] = {
+        rows * e->experts, rows * e->experts, many, many * hidden, many * of_up, many * width,
+        shared ? rows * e->shared_up.weight->rows : 0, rows * inner, shared ? rows * hidden : 0,
+        rows,
+    };
+    const int64_t wholes[] = {many, e->experts + 1, many, many};
+    enum { FLOATS = sizeof counts / sizeof *counts, WHOLES = sizeof wholes / sizeof *wholes };
+    int64_t bytes = 0;
+    for (int i = 0; i < FLOATS; i++) bytes += (counts[i] * 4 + 63) / 64 * 64;
+    for (int i = 0; i < WHOLES; i++) bytes += (wholes[i] * 8 + 63) / 64 * 64;
+    char *room = aligned_alloc(64, (size_t)bytes), *at = room;
+    if (!room) return 1;
+    float *f[FLOATS];
+    int64_t *n[WHOLES];
+    for (int i = 0; i < FLOATS; i++) f[i] = taken(&at, counts[i], 4);
+    for (int i = 0; i < WHOLES; i++) n[i] = taken(&at, wholes[i], 8);
+    float *logits = f[0], *weights = f[2], *sorted = f[3], *up = f[4], *gated = f[5];
+    int64_t *numbers = n[0], *first = n[1], *slots = n[2], *rows_of = n[3];
+#define LINEAR_OF(PRODUCT, X, Y) \
+    e->PRODUCT.call(e->PRODUCT.weight, X, rows, e->PRODUCT.bias, Y, 0)
+    int failed = LINEAR_OF(router, x, logits);
+    route(e, logits, f[1], rows, weights, numbers);
+    sort_rows(e, numbers, rows, first, slots, rows_of);
+    Gather context = {x, rows_of, sorted, hidden};
+    share(gather_row, &context, many, many * hidden, WORTH_A_THREAD);
+    failed |= e->linears(e->up, e->experts, first, sorted, e->up_bias, up, 0);
+    gate(up, gated, many, width, e->activation, e->gated, e->alpha, e->limit);
+    failed |= e->linears(e->down, e->experts, first, gated, e->down_bias, sorted, 0);
+    if (shared) {
+        failed |= LINEAR_OF(shared_up, x, f[6]);
+        gate(f[6], f[7], rows, inner, e->activation, e->gated, e->alpha, e->limit);
+        failed |= LINEAR_OF(shared_down, f[7], f[8]);
+        if (e->shared_score.weight) failed |= LINEAR_OF(shared_score, x, f[9]);
+    }
+    combine(e, sorted, weights, slots, shared ? f[8] : NULL,
+            shared && e->shared_score.weight ? f[9] : NULL, out, rows, hidden);
+    free(room);
+    return failed;
 }
 
 typedef struct {
@@ -1103,6 +1406,7 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
         CHECK(l->qkv.weight->rows == (s->query_heads + 2 * s->kv_heads) * s->head_dim);
         CHECK(l->output.weight->rows == hidden);
         CHECK(l->output.weight->columns == s->query_heads * s->head_dim);
+        if (l->experts) continue;
         CHECK(l->up.weight->columns == hidden);
         CHECK(l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
         CHECK(l->down.weight->rows == hidden);
@@ -1121,6 +1425,10 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
         attend(s, l, qkv, heads);
         LINEAR(output, heads, delta);
         ADD_NORM(delta, l->attended_norm, l->mlp_norm, s->parallel);
+        if (l->experts) {
+            failed |= mixture(l->experts, norm, n, delta);
+            continue;
+        }
         LINEAR(up, norm, up);
         gate(up, gated, n, l->down.weight->columns, s->activation, s->gated, s->alpha, s->limit);
         LINEAR(down, gated, delta);
@@ -1143,13 +1451,22 @@ const struct field *structure_fields(void) {
     static const struct field fields[] = {
         FIELD(Norm, weight), FIELD(Norm, bias), END(Norm),
         FIELD(Product, weight), FIELD(Product, bias), FIELD(Product, call), FIELD(Product, order),
-        END(Product),
+        END(Product), FIELD(Plain, weight), FIELD(Plain, data), FIELD(Plain, kind),
+        FIELD(Plain, narrow), END(Plain), FIELD(Experts, router), FIELD(Experts, shared_up),
+        FIELD(Experts, shared_down), FIELD(Experts, shared_score), FIELD(Experts, up),
+        FIELD(Experts, down), FIELD(Experts, up_bias), FIELD(Experts, down_bias),
+        FIELD(Experts, linears), FIELD(Experts, correction), FIELD(Experts, experts),
+        FIELD(Experts, chosen), FIELD(Experts, scores), FIELD(Experts, groups),
+        FIELD(Experts, chosen_groups), FIELD(Experts, counted), FIELD(Experts, normalized), FIELD(Experts, activation),
+        FIELD(Experts, gated), FIELD(Experts, near), FIELD(Experts, least), FIELD(Experts, factor),
+        FIELD(Experts, alpha), FIELD(Experts, limit), END(Experts),
         FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales),
         FIELD(Layer, value_scales), FIELD(Layer, key_steps), FIELD(Layer, value_steps),
-        FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, sinks), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
-        FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
+        FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, sinks), FIELD(Layer, q_norm),
+        FIELD(Layer, k_norm), FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
         FIELD(Layer, gated_norm), FIELD(Layer, qkv), FIELD(Layer, output), FIELD(Layer, up),
-        FIELD(Layer, down), FIELD(Layer, window), FIELD(Layer, rotary_dim), END(Layer),
+        FIELD(Layer, down), FIELD(Layer, experts), FIELD(Layer, window),
+        FIELD(Layer, rotary_dim), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
         FIELD(Step, tiles), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),

@@ -154,8 +154,6 @@ class LeanDecoder:
             self.why_not_invariant = (
                 f"{', '.join(sorted(foreign))} sums in another order for more tokens"
             )
-        elif blueprint.mixture:
-            self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
         self._rotary_tables: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -457,6 +455,7 @@ def _experts(
         router=router,
         experts=experts,
         routing=routing,
+        form=blueprint.form,
         correction=None if correction is None else _vector(artifact, f"{block}.{correction}"),
         shared=shared,
         shared_score=score[0] if score else None,

@@ -7,12 +7,12 @@ how many columns are new.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,17 @@ class Norm:
 NO_NORM = Norm()
 
 
+class Experts(Protocol):
+    """A mixture of experts in the place of an MLP."""
+
+    @property
+    def structure(self) -> ctypes.Structure | None:
+        """The mixture as decode.c runs it; None where Python has to call a product."""
+
+    def __call__(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output [N, H] of x [N, H]; `gate` lies between an expert's products."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderBlock:
     """A decoder layer.
@@ -54,8 +65,7 @@ class DecoderBlock:
     Attributes:
         products: qkv, output, up (gate and up where there is a gate), down; the first two alone
             where there are experts.
-        experts: stands in the place of the MLP: a function of its input [N, H] and of
-            `Operations.gate`; or None.
+        experts: stands in the place of the MLP; None: there are none.
         attention_norm, attended_norm: norm before attention, and of what attention adds.
         mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -71,7 +81,7 @@ class DecoderBlock:
     gated_norm: Norm = NO_NORM
     q_norm: Norm = NO_NORM
     k_norm: Norm = NO_NORM
-    experts: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
+    experts: Experts | None = None
     window: int = 0
     rope: int | None = 0
     sinks: Tensor | None = None
@@ -107,6 +117,44 @@ class _Product(ctypes.Structure):
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("call", _POINTER), ("order", _POINTER)]
 
 
+class _Plain(ctypes.Structure):
+    _fields_ = [
+        ("weight", _COUNT * 2),  # rows, columns
+        ("data", _POINTER),
+        ("kind", _COUNT),
+        ("narrow", _COUNT),
+    ]
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = [
+        ("router", _Product),
+        ("shared_up", _Product),
+        ("shared_down", _Product),
+        ("shared_score", _Product),
+        ("up", _POINTER),
+        ("down", _POINTER),
+        ("up_bias", _POINTER),
+        ("down_bias", _POINTER),
+        ("linears", _POINTER),
+        ("correction", _POINTER),
+        ("experts", _COUNT),
+        ("chosen", _COUNT),
+        ("scores", _COUNT),
+        ("groups", _COUNT),
+        ("chosen_groups", _COUNT),
+        ("counted", _COUNT),
+        ("normalized", _COUNT),
+        ("activation", _COUNT),
+        ("gated", _COUNT),
+        ("near", _FLOAT),
+        ("least", _FLOAT),
+        ("factor", _FLOAT),
+        ("alpha", _FLOAT),
+        ("limit", _FLOAT),
+    ]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("keys", _POINTER),
@@ -128,6 +176,7 @@ class _Layer(ctypes.Structure):
         ("output", _Product),
         ("up", _Product),
         ("down", _Product),
+        ("experts", _POINTER),
         ("window", _COUNT),
         ("rotary_dim", _COUNT),
     ]
@@ -174,6 +223,10 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
     ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
+    ("route", [ctypes.POINTER(_Experts)] + [_POINTER] * 2 + [_COUNT] + [_POINTER] * 2),
+    ("sort_rows", [ctypes.POINTER(_Experts), _POINTER, _COUNT] + [_POINTER] * 3),
+    ("combine", [ctypes.POINTER(_Experts)] + [_POINTER] * 6 + [_COUNT] * 2),
+    ("mixture", [ctypes.POINTER(_Experts), _POINTER, _COUNT, _POINTER]),
     ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 8),
     ("release_threads", []),
 )
@@ -187,7 +240,7 @@ def compiled() -> Any:
         IntegrityError: decode.c has other structures than this file.
         UnsupportedError: it cannot be compiled here; see `why_not`.
     """
-    native.require_same_fields(SOURCE, _Norm, _Product, _Layer, _Step)
+    native.require_same_fields(SOURCE, _Norm, _Product, _Plain, _Experts, _Layer, _Step)
     library = native.library(SOURCE)
     for name, types in _ARGUMENTS:
         getattr(library, name).argtypes = types
@@ -317,31 +370,22 @@ class Operations:
         self._widths: tuple[int, ...] = ()
         self._between: list[Tensor] = []
         self._addresses: list[int | None] = []
-        products: list[Any] = [product for block in blocks for product in block.products]
-        sparse = any(block.experts is not None for block in blocks)
+        self._kept: list[Any] = []  # structures that C has the addresses of
+        products = [each for block in blocks for each in block.products]
+        experts = [block.experts for block in blocks if block.experts is not None]
         if (
             products
-            and not sparse
-            and all(isinstance(p, partial) and p.func is kernels.linear for p in products)
+            and all(map(in_c, products))
+            and all(each.structure is not None for each in experts)
         ):
-            # the shapes of the first layer are those of all
-            qkv, output, up, down = (
-                product.keywords["prepared"].weight for product in products[:4]
-            )
-            keywords = (product.keywords for product in products)
+            # the shapes of the first layer, and of the first one without experts, are those of all
+            qkv, output = map(shape_in_c, blocks[0].products[:2])
+            mlps = (block.products[2:] for block in blocks if block.experts is None)
+            up, down = map(shape_in_c, next(mlps, (None, None)))
             ordered = max(
-                (each["prepared"].weight.columns for each in keywords if each["order"] is not None),
-                default=0,
+                (shape_in_c(each)[1] for each in products if _is_ordered(each)), default=0
             )
-            self._widths = (
-                qkv.columns,
-                qkv.rows,
-                output.columns,
-                up.rows,
-                down.columns,
-                ordered,
-                down.rows,
-            )
+            self._widths = (qkv[1], qkv[0], output[1], up[0], down[1], ordered, output[0])
 
     def begin(self, cache: KVCache, rotary_tables: Sequence[RotaryTables]) -> None:
         """Take a cache, or one whose storage has changed.
@@ -377,6 +421,7 @@ class Operations:
             alpha=form.alpha,
             limit=form.limit,
         )
+        self._kept = []
         self._count = 0  # columns of each sequence that the last step had
         structures = [
             self._structure(block, cache.of(index), rotary_tables)
@@ -540,9 +585,10 @@ class Operations:
         products: Any = block.products if self._widths else ()
         names = ("qkv", "output", "up", "down")
         structures = {
-            name: _product(product.keywords)
-            for name, product in zip(names, products, strict=bool(products))
+            name: structure_of(each, self._kept)
+            for name, each in zip(names, products, strict=False)
         }
+        experts = block.experts.structure if products and block.experts is not None else None
         return _Layer(
             keys=keys,
             values=values,
@@ -559,6 +605,7 @@ class Operations:
             attended_norm=_norm(block.attended_norm),
             mlp_norm=_norm(block.mlp_norm),
             gated_norm=_norm(block.gated_norm),
+            experts=None if experts is None else ctypes.addressof(experts),
             window=block.window,
             rotary_dim=0 if cos is None else cos.shape[1],
             **structures,
@@ -576,12 +623,56 @@ def _norm(norm: Norm) -> _Norm:
     return _Norm(weight=native.address(norm.weight), bias=native.address(norm.bias))
 
 
-def _product(keywords: Mapping[str, Any]) -> _Product:
-    """A product as decode.c reads it, from the keywords of `kernels.linear`."""
-    prepared = keywords["prepared"]
+def experts_structure(**fields: Any) -> ctypes.Structure:
+    """A mixture as decode.c reads it, from the fields of its `Experts`."""
+    return _Experts(**fields)
+
+
+def in_c(linear: Projection) -> bool:
+    """Whether decode.c can call a product: one of kernels.c, or of a matrix that is as it was."""
+    return isinstance(linear, partial) and linear.func in (kernels.linear, product)
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether the matrix of a product of `in_c` is not quantized."""
+    return linear.func is product
+
+
+def _is_ordered(linear: Any) -> bool:
+    return linear.keywords.get("order") is not None
+
+
+def shape_in_c(linear: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a product of `in_c`; (0, 0) of None."""
+    if linear is None:
+        return 0, 0
+    if is_plain(linear):
+        rows, columns = linear.keywords["weight"].shape
+        return rows, columns
+    weight = linear.keywords["prepared"].weight
+    return weight.rows, weight.columns
+
+
+def structure_of(linear: Any, kept: list[Any]) -> _Product:
+    """A product of `in_c` as decode.c reads it; what it points to is added to `kept`."""
+    bias, order = native.address(linear.keywords["bias"]), linear.keywords.get("order")
+    if not is_plain(linear):
+        prepared = linear.keywords["prepared"]
+        weight, call = prepared.weight, prepared.call
+    else:
+        matrix, dtype = linear.keywords["weight"], linear.keywords["dtype"]
+        weight, call = _plain(matrix, dtype), compiled().plain
+        kept += [weight, matrix]
     return _Product(
-        weight=ctypes.addressof(prepared.weight),
-        bias=native.address(keywords["bias"]),
-        call=ctypes.cast(prepared.call, ctypes.c_void_p).value,
-        order=native.address(keywords["order"]),
+        weight=ctypes.addressof(weight),
+        bias=bias,
+        call=native.function_address(call),
+        order=native.address(order),
     )
+
+
+def _plain(matrix: Tensor, dtype: torch.dtype) -> _Plain:
+    """A contiguous matrix as decode.c reads it, for inputs that `product` takes so."""
+    kind = tuple(KINDS).index(str(matrix.dtype).removeprefix("torch."))
+    narrow = dtype == matrix.dtype == torch.bfloat16
+    return _Plain(weight=tuple(matrix.shape), data=matrix.data_ptr(), kind=kind, narrow=narrow)

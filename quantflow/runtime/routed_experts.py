@@ -11,17 +11,23 @@ arXiv:2407.10671, section 2.2.2 (the shared expert); DeepSeek-AI 2024, arXiv:241
 (SparseMixer).
 """
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantflow.models.architecture import Routing
+from quantflow.backends import kernels, native
+from quantflow.models.architecture import Form, Routing
 from quantflow.models.family import GroupScores, RouterScores
-from quantflow.runtime.operations import Projection
+from quantflow.runtime import operations
+from quantflow.runtime.operations import ACTIVATIONS, Projection
 
 ExpertProjections = tuple[Projection, Projection]  # gate and up side by side, down
+_SCORES = tuple(RouterScores)  # decode.c's `enum scores`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +38,7 @@ class RoutedExperts:
         router: from x to the logit of each expert, [N, E].
         experts: in the order of the logits.
         routing: how logits become weights.
+        form: activation of the experts.
         correction: added to the scores where experts are chosen, float32 [E]; None: nothing.
         shared: the expert of every token; None: there is none.
         shared_score: from x to the logit of the shared expert's weight, [N, 1]; None: it counts 1.
@@ -40,9 +47,70 @@ class RoutedExperts:
     router: Projection
     experts: Sequence[ExpertProjections]
     routing: Routing
+    form: Form
     correction: Tensor | None = None
     shared: ExpertProjections | None = None
     shared_score: Projection | None = None
+
+    @functools.cached_property
+    def structure(self) -> ctypes.Structure | None:
+        """The mixture as decode.c runs it; None where Python has to call a product.
+
+        All experts are then of one shape, and all quantized for kernels.c or none.
+        """
+        every_token = [self.router, *(self.shared or ()), self.shared_score]
+        others = [each for each in every_token if each is not None]
+        linears: list[Any] = [linear for expert in self.experts for linear in expert]
+        if not all(map(operations.in_c, others + linears)):
+            return None
+        shapes = {tuple(map(operations.shape_in_c, expert)) for expert in self.experts}
+        ordered = any(linear.keywords.get("order") is not None for linear in others + linears)
+        if ordered or len(shapes) > 1 or len(set(map(operations.is_plain, linears))) > 1:
+            return None
+        kept, fields = self._kept, dict[str, Any]()
+        for at, name in enumerate(("up", "down")):
+            products = [operations.structure_of(expert[at], kept) for expert in self.experts]
+            for field, of in ((name, "weight"), (f"{name}_bias", "bias")):
+                pointers = (ctypes.c_void_p * len(products))(*(getattr(p, of) for p in products))
+                kept.append(pointers)
+                fields[field] = ctypes.addressof(pointers)
+        of_all = ("router", "shared_up", "shared_down", "shared_score")
+        shared_up, shared_down = self.shared or (None, None)
+        for name, each in zip(
+            of_all, (self.router, shared_up, shared_down, self.shared_score), strict=True
+        ):
+            if each is not None:
+                fields[name] = operations.structure_of(each, kept)
+        several = native.function_address(operations.compiled().plain_linears)
+        if not operations.is_plain(linears[0]):
+            several = kernels.several()
+        return operations.experts_structure(**self._routing_fields(), **fields, linears=several)
+
+    @functools.cached_property
+    def _kept(self) -> list[Any]:
+        """What structures point to, which must live as long as they."""
+        return []
+
+    def _routing_fields(self) -> dict[str, Any]:
+        """The fields of the structure that are no products."""
+        routing, form = self.routing, self.form
+        return {
+            "correction": native.address(self.correction),
+            "experts": routing.experts,
+            "chosen": routing.chosen,
+            "scores": _SCORES.index(routing.scores),
+            "groups": routing.groups,
+            "chosen_groups": routing.chosen_groups,
+            "counted": 2 if routing.group_scores is GroupScores.BEST_TWO else 1,
+            "normalized": routing.normalized,
+            "activation": ACTIVATIONS.index(form.activation),
+            "gated": form.gated,
+            "near": routing.near,
+            "least": routing.least,
+            "factor": routing.factor,
+            "alpha": form.alpha,
+            "limit": form.limit,
+        }
 
     def __call__(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
         """The output of the experts for hidden states.
@@ -54,56 +122,35 @@ class RoutedExperts:
         Returns:
             [N, H] float32.
         """
-        weights, numbers = route(self.router(x), self.routing, self.correction)  # [N, k]
-        total = torch.zeros_like(x)
-        for number in torch.unique(numbers).tolist():
-            token, place = torch.where(numbers == number)
-            up, down = self.experts[number]
-            total.index_add_(0, token, down(gate(up(x[token]))) * weights[token, place, None])
+        out, rows = torch.empty_like(x), len(x)
+        if self.structure is not None:
+            if operations.compiled().mixture(self.structure, x.data_ptr(), rows, out.data_ptr()):
+                raise MemoryError(f"inputs of {rows} tokens")
+            return out
+        c, chosen = operations.compiled(), self.routing.chosen
+        structure = operations.experts_structure(**self._routing_fields())
+        logits = self.router(x)  # [N, E]
+        weights, wanted = torch.empty(rows, chosen), torch.empty_like(logits)
+        numbers, slots, rows_of = torch.empty(3, rows * chosen, dtype=torch.int64)
+        first = torch.empty(self.routing.experts + 1, dtype=torch.int64)
+        c.route(
+            structure,
+            *map(native.address, (logits, wanted)),
+            rows,
+            *map(native.address, (weights, numbers)),
+        )
+        c.sort_rows(
+            structure, native.address(numbers), rows, *map(native.address, (first, slots, rows_of))
+        )
+        sorted_x, bounds = x[rows_of], first.tolist()  # [N k, H]
+        for (up, down), begin, end in zip(self.experts, bounds, bounds[1:], strict=False):
+            if begin < end:
+                sorted_x[begin:end] = down(gate(up(sorted_x[begin:end])))
+        shared = score = None
         if self.shared is not None:
             up, down = self.shared
-            added = down(gate(up(x)))
-            score = self.shared_score
-            total += added if score is None else torch.sigmoid(score(x)) * added
-        return total
-
-
-def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The weights [N, k] of each token's experts, and their numbers, int64 [N, k].
-
-    Args:
-        logits: float32 [N, E].
-        routing: how they become weights.
-        correction: added to the scores where experts are chosen, [E]; None: nothing.
-    """
-    if routing.scores is RouterScores.SPARSE_MIXER:
-        return _mix(logits, routing)
-    scores = logits.sigmoid()
-    if routing.scores is RouterScores.SOFTMAX:
-        scores = torch.softmax(logits, dim=-1)
-    wanted = scores if correction is None else scores + correction
-    if routing.groups > 1:
-        grouped = wanted.view(len(wanted), routing.groups, -1)  # [N, G, E / G]
-        counted = 2 if routing.group_scores is GroupScores.BEST_TWO else 1
-        best = grouped.topk(counted, dim=-1).values.sum(dim=-1)  # [N, G]
-        left_out = torch.ones_like(best, dtype=torch.bool)
-        left_out.scatter_(1, best.topk(routing.chosen_groups, dim=-1).indices, value=False)
-        wanted = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
-    numbers = wanted.topk(routing.chosen, dim=-1).indices
-    weights = scores.gather(1, numbers)
-    if routing.normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
-    return weights * routing.factor, numbers
-
-
-def _mix(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Choose one expert after the other; see `RouterScores.SPARSE_MIXER`."""
-    left, weights, numbers = logits, [], []
-    for _ in range(routing.chosen):
-        largest, number = left.max(dim=-1, keepdim=True)  # [N, 1]
-        far = (largest - logits) / torch.maximum(logits.abs(), largest) > routing.near
-        shares = torch.softmax(left.masked_fill(far, -torch.inf), dim=-1)
-        weights.append(shares.gather(1, number))
-        numbers.append(number)
-        left = left.scatter(1, number, -torch.inf)
-    return torch.cat(weights, dim=-1), torch.cat(numbers, dim=-1)
+            shared = down(gate(up(x)))
+            score = None if self.shared_score is None else self.shared_score(x)
+        parts = (sorted_x, weights, slots, shared, score, out)
+        c.combine(structure, *map(native.address, parts), rows, x.shape[1])
+        return out

@@ -37,7 +37,7 @@ from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.open import graph_for
 from quantflow.runtime import projection
-from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.artifact import Artifact, open_artifact, open_folder
 from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
@@ -783,3 +783,55 @@ def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
         torch.cat([text[0] for text in texts]), **places | {"wanted": torch.arange(31)}
     )
     assert len(everywhere) == 31 and torch.equal(everywhere[[10, 30]], found)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss, sinks and a gate that is clamped"])
+def test_a_sequence_of_a_mixture_has_the_same_bits_alone_and_beside_others(
+    family, tmp_path, make_artifact
+):
+    make_artifact(tmp_path, FAMILIES[family], with_group_size(PRESETS["W4A8"], 16))
+    decoder = LeanDecoder(open_artifact(tmp_path))
+    if decoder.why_not_invariant is not None:
+        pytest.skip(decoder.why_not_invariant)
+    texts = [ids(1, length, length)[0] for length in (19, 7, 16)]
+
+    def logits(rows, pieces):
+        """Logits of some texts, in so many pieces of each."""
+        decoder.begin_blocks(blocks=6, columns=16, positions=32)
+        table = torch.tensor([[2 * row, 2 * row + 1] for row in rows])
+        found = [[] for _ in rows]
+        for piece in range(pieces):
+            parts = [texts[row].tensor_split(pieces)[piece] for row in rows]
+            start = [sum(map(len, texts[row].tensor_split(pieces)[:piece])) for row in rows]
+            lengths = torch.tensor([0, *map(len, parts)])
+            found_here = decoder.forward_rows(
+                torch.cat(parts),
+                first=lengths.cumsum(0),
+                start=torch.tensor(start),
+                table=table,
+                wanted=torch.arange(int(lengths.sum())),
+            )
+            for own, part in zip(found, found_here.split(lengths[1:].tolist()), strict=True):
+                own.append(part)
+        return [torch.cat(own) for own in found]
+
+    together = logits([0, 1, 2], pieces=3)
+    for row, found in enumerate(together):
+        assert torch.equal(found, logits([row], pieces=1)[0])
+
+
+def test_a_mixture_that_is_not_quantized_has_the_bits_of_one_call_for_each_product(
+    tmp_path, monkeypatch
+):
+    config = FAMILIES["qwen2_moe, a dense layer before a sparse one"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        artifact = open_folder(tmp_path, dtype=dtype)
+        together = walk(LeanDecoder(artifact))
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                projection, "partial", lambda function, **given: lambda x: function(x, **given)
+            )
+            apart = walk(LeanDecoder(artifact))
+        assert all(map(torch.equal, together, apart))
