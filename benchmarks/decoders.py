@@ -53,6 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.125},
     "mixtral": EXPERTS | {"num_local_experts": 8},
     "qwen3_moe": EXPERTS | {"num_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
+    "gpt_oss": EXPERTS | {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
+    "granitemoe": EXPERTS | {"num_local_experts": 16, "attention_multiplier": 0.125},
 }
 PROMPT, NEW = 128, 32
 
