@@ -26,10 +26,10 @@ from _alone import alone
 from _report import table
 from _synthetic import SHAPES, make_checkpoint
 from _turns import timed_in_turns
-from quantflow.api import export, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantflow import export, quantize
 from quantflow.formats import LAYOUTS
 from quantflow.planning.recipe import Export, Quantize
 from quantflow.runtime.artifact import open_folder

@@ -22,9 +22,9 @@ import torch
 from _alone import alone
 from _report import table
 from _turns import timed_in_turns
-from quantflow.api import export, quantize
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from quantflow import export, quantize
 from quantflow.planning.recipe import Quantize
 from quantflow.runtime.load import load
 

@@ -378,6 +378,15 @@ def _every_other(keys: Keys, layers: int) -> list[int]:
     return _by_layer_type(keys, layers, _window(keys), default)
 
 
+def _none_of_attention(keys: Keys, layers: int) -> list[int]:
+    for layer_type in keys.of_layers("layer_types", layers) or ["mamba"]:
+        if layer_type not in (_FULL, "attention"):
+            raise UnsupportedDesign(
+                f"layer_types of config.json has {layer_type!r}, it runs attention alone"
+            )
+    return [0] * layers
+
+
 def _layers_with_rope(keys: Keys, layers: int) -> list[bool]:
     """For each layer, whether it has a rotary embedding (SmolLM3)."""
     # the key is 1 where there is one, whatever its name suggests
@@ -398,6 +407,7 @@ _WINDOWS: Mapping[Windows, Callable[[Keys, int], list[int]]] = MappingProxyType(
         Windows.ALL_BUT_EVERY_NTH: _all_but_every_nth,
         Windows.LAYERS_WITHOUT_ROPE: _layers_without_rope,
         Windows.EVERY_OTHER: _every_other,
+        Windows.NONE_OF_ATTENTION: _none_of_attention,
     }
 )
 
@@ -563,10 +573,11 @@ def _routing(
     if row.mixture is None:
         return (False,) * layers, None
     there = [key for key in design.experts_keys if keys.get(key) is not None]
-    experts, chosen_key = (
-        keys.count(there[0] if there else design.experts_keys[0]),
-        design.chosen_key,
-    )
+    experts_key, chosen_key = there[0] if there else design.experts_keys[0], design.chosen_key
+    if keys.get(experts_key) == 0:
+        keys.read.add(chosen_key)
+        return (False,) * layers, None
+    experts = keys.count(experts_key)
     chosen = keys.count(chosen_key)
     if chosen > experts:
         raise UnsupportedDesign(f"{chosen_key} of config.json is {chosen}, of {experts} experts")
@@ -662,6 +673,8 @@ def _ropes(
         tables = [(full or {}, theta), (nested.get(_SLIDING) or {}, local_theta)]
         rope_of_layer = [1 if window else 0 for window in windows]
     ropes = tuple(_rope(design, keys, table, base, head_dim) for table, base in tables)
+    if design.rope_where is not None and keys.get(design.rope_where[0]) != design.rope_where[1]:
+        rope_of_layer = [None] * len(windows)
     if design.no_rope_layers:
         with_rope = _layers_with_rope(keys, len(windows))
         rope_of_layer = [

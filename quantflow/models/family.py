@@ -132,6 +132,7 @@ class Windows(Enum):
         "if use_sliding_window says so: layer_types, else layers without a rotary embedding"
     )
     EVERY_OTHER = "layer_types, else the first layer and every second after it"
+    NONE_OF_ATTENTION = "none, where layer_types says that all layers are attention"
 
 
 class SparseLayers(Enum):
@@ -171,13 +172,15 @@ class DecoderDesign:
         ignored_keys: keys that the family's own modules do not read.
         activation_aliases: activation in config.json -> the one that the family means by it.
         activation_key: key of the activation.
+        mlp_size_key: key of the width of a dense layer's MLP.
         clamped_swiglu: the MLP is gate * sigmoid(swiglu_alpha gate) * (up + 1), with gate and up
             clamped at swiglu_limit.
         eps_key: key of the norms' epsilon.
         normalized_experts: whether the weights of a token's experts are divided by their sum, or
             the key that says it.
         least_expert_sum: the least that they are divided by, or the key that says it.
-        experts_keys: keys of the number of experts; the first that is there counts.
+        experts_keys: keys of the number of experts; the first that is there counts, 0: none is
+            sparse.
         chosen_key: key of the number of experts that a token goes to.
         expert_size_key: key of the width of an expert.
         shared_size_keys: keys whose product is the width of the shared expert; 0: there is none.
@@ -193,6 +196,7 @@ class DecoderDesign:
             number of features that it turns.
         rotary_pairs: neighbouring features of a head are rotated together, where other families
             rotate features half a head apart; or the key that says it.
+        rope_where: a key, and the value with which there is a rotary embedding; None: there is one.
         no_rope_layers: the key `no_rope_layers` says which layers have no rotary embedding.
         query_pre_attn_scalar: scores are multiplied by query_pre_attn_scalar^-0.5, not by
             head_dim^-0.5.
@@ -213,6 +217,7 @@ class DecoderDesign:
     ignored_keys: frozenset[str] = frozenset()
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
+    mlp_size_key: str = "intermediate_size"
     clamped_swiglu: bool = False
     eps_key: str = "rms_norm_eps"
     normalized_experts: bool | str = "norm_topk_prob"
@@ -230,6 +235,7 @@ class DecoderDesign:
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
     rotary_pairs: bool | str = False
+    rope_where: tuple[str, str] | None = None
     no_rope_layers: bool = False
     query_pre_attn_scalar: bool = False
     soft_caps: bool = False
@@ -354,6 +360,9 @@ _GRANITE_MULTIPLIERS: Mapping[str, Any] = MappingProxyType(
 )
 _GRANITE_MIXTURE = Mixture(
     block="block_sparse_moe", place="block_sparse_moe", routers=("router.layer",)
+)
+_GRANITE_SHARED = replace(
+    _GRANITE_MIXTURE, shared=("input_linear", "output_linear"), shared_block="shared_mlp"
 )
 _GRANITE_MOE_DECODER = DecoderDesign(
     defaults={
@@ -777,16 +786,47 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="granitemoeshared",
                 architecture="GraniteMoeSharedForCausalLM",
-                mixture=replace(
-                    _GRANITE_MIXTURE,
-                    shared=("input_linear", "output_linear"),
-                    shared_block="shared_mlp",
-                ),
+                mixture=_GRANITE_SHARED,
                 traced=True,
                 decoder=replace(
                     _GRANITE_MOE_DECODER,
                     defaults={**_GRANITE_MOE_DECODER.defaults, "shared_intermediate_size": 0},
                     shared_size_keys=("shared_intermediate_size",),
+                ),
+            ),
+            # Granite 4 without Mamba: where there are no experts, what they share is the MLP.
+            FamilyRow(
+                model_type="granitemoehybrid",
+                architecture="GraniteMoeHybridForCausalLM",
+                names=PartNames(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+                mixture=_GRANITE_SHARED,
+                traced=True,
+                decoder=replace(
+                    _GRANITE_MOE_DECODER,
+                    defaults={
+                        **_GRANITE_MOE_DECODER.defaults,
+                        "shared_intermediate_size": 1024,
+                    },
+                    ignored_keys=frozenset(
+                        {
+                            "init_method",
+                            "mamba_chunk_size",
+                            "mamba_conv_bias",
+                            "mamba_d_conv",
+                            "mamba_d_head",
+                            "mamba_d_state",
+                            "mamba_expand",
+                            "mamba_n_groups",
+                            "mamba_n_heads",
+                            "mamba_proj_bias",
+                            "time_step_limit",
+                        }
+                    ),
+                    supported_values={"normalization_function": "rmsnorm"},
+                    mlp_size_key="shared_intermediate_size",
+                    shared_size_keys=("shared_intermediate_size",),
+                    windows=Windows.NONE_OF_ATTENTION,
+                    rope_where=("position_embedding_type", "rope"),
                 ),
             ),
             FamilyRow(

@@ -257,7 +257,7 @@ def _linears(
             for name, shape, has_bias in _of_mixture(design, blueprint, blueprint.mixture, keys):
                 yield f"{prefix}.{name}", shape, has_bias
             continue
-        width = keys.count("intermediate_size")
+        width = keys.count(design.mlp_size_key)
         rows = width * (2 if blueprint.form.gated else 1) // len(names.up)
         for name in names.up:
             yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.mlp_bias, keys)

@@ -42,13 +42,18 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
             assert getattr(theirs, key) == value, key
 
 
+def runs(family):
+    """What a configuration says where the family's defaults are another design's."""
+    return {"layer_types": ["attention"] * 2} if family == "granitemoehybrid" else {}
+
+
 @pytest.mark.parametrize("family", DECODED)
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
     # every head of multi-head latent attention has keys of its own
     heads = 4 if DECODED[family].latent else 2
     few = {} if family == "gpt_neox" else {"num_key_value_heads": heads}
     # transformers' default is no number
-    few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
+    few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else runs(family)
     theirs = CONFIG_MAPPING[family](**SIZES, **few)
     found = read(theirs.to_dict())
     assert isinstance(found, Blueprint), found
@@ -57,7 +62,7 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
 @pytest.mark.parametrize("family", DECODED)
 def test_the_products_are_the_groups_of_the_graph(family):
     # as many experts as features would make the trace take a linear for a router
-    few = {"moe_num_experts": 8} if family == "ernie4_5_moe" else {}
+    few = {"moe_num_experts": 8} if family == "ernie4_5_moe" else runs(family)
     if (latent := DECODED[family].latent) is not None:
         few = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
         few |= {"n_group": 2, "topk_group": 1}
@@ -163,6 +168,10 @@ def test_tokens_that_a_configuration_names_change_no_forward():
         (
             {"model_type": "minimax_m2", "num_key_value_heads": 4, "scoring_func": "softmax"},
             "it knows scoring_func='sigmoid' of config.json, not 'softmax'",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+            "layer_types of config.json has 'mamba', it runs attention alone",
         ),
         (
             {"model_type": "phimoe", "num_key_value_heads": 4, "num_experts_per_tok": 3},
@@ -509,6 +518,26 @@ RELEASED = {
         "num_key_value_heads": 4,
         "rope_theta": 500000.0,
         "use_bias": False,
+    },
+    "Granite 4.0 Micro": LLAMA
+    | {
+        "model_type": "granitemoehybrid",
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12,
+        "init_method": "mup",
+        "layer_types": ["attention", "attention"],
+        "logits_scaling": 10,
+        "mamba_chunk_size": 256,
+        "mamba_n_heads": 128,
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_intermediate_size": 8192,
     },
     "Granite 3.1 3B A800M": LLAMA
     | {

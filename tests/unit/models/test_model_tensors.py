@@ -57,6 +57,9 @@ def configurations(family):
     if FAMILIES[family].latent is not None:
         sizes |= LATENT
         yield theirs(**sizes, q_lora_rank=None), {}
+    if family == "granitemoehybrid":
+        sizes |= {"layer_types": ["attention"] * SIZES["num_hidden_layers"]}
+        yield theirs(**sizes | {"num_local_experts": 0}), {}
     yield theirs(**sizes), {}
     for values in itertools.product((False, True), repeat=len(keys)):
         yield (

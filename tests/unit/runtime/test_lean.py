@@ -288,6 +288,22 @@ FAMILIES |= {
         num_local_experts=4,
         shared_intermediate_size=0,
     ),
+    "granitemoehybrid without Mamba": mixture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        num_local_experts=4,
+        shared_intermediate_size=48,
+        layer_types=["attention"] * 2,
+        **GRANITE,
+    ),
+    "granitemoehybrid, dense, as Granite 4 Micro": mixture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        layer_types=["attention"] * 2,
+        position_embedding_type="rope",
+    ),
     "phimoe, one expert after the other": mixture(
         "phimoe",
         "PhimoeForCausalLM",
