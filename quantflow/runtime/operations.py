@@ -47,7 +47,7 @@ class Norm:
 NO_NORM = Norm()
 
 
-class Experts(Protocol):
+class LayerExperts(Protocol):
     """A mixture of experts in the place of an MLP."""
 
     @property
@@ -81,7 +81,7 @@ class DecoderBlock:
     gated_norm: Norm = NO_NORM
     q_norm: Norm = NO_NORM
     k_norm: Norm = NO_NORM
-    experts: Experts | None = None
+    experts: LayerExperts | None = None
     window: int = 0
     rope: int | None = 0
     sinks: Tensor | None = None
