@@ -21,7 +21,7 @@ INLINE int blocks_of(int tokens) { return tokens == 1 ? 2 : 1; }
 
 /* Words of an input for a line of a weight. */
 INLINE int words_of(enum kind kind, enum math math) {
-    return kind == W4 ? (math == INTEGER ? 2 : 8) : math == INTEGER ? 2 : 4;
+    return math == INTEGER ? 2 : columns_of(kind);
 }
 
 INLINE some first(int64_t count) { return count >= LANES ? LANES : count < 0 ? 0 : count; }
@@ -148,6 +148,12 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
 /* Columns of 8 rows as floats: column v of a line of 8 bits; of a line of 4 bits the v-th column in
  * the order of `orders`, in which `arrange` puts the inputs. */
 INLINE floats floats_of(enum kind kind, ints line, int v, floats zero) {
+    if (kind == F4) {
+        ints code = _mm256_srli_epi32(line, 4 * v); /* its lower 3 bits are the size's */
+        ints sign = _mm256_and_si256(_mm256_slli_epi32(code, 28), splat_int((int)0x80000000));
+        const floats sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+        return _mm256_xor_ps(_mm256_permutevar8x32_ps(sizes, code), _mm256_castsi256_ps(sign));
+    }
     if (kind == W4) {
         ints codes = _mm256_and_si256(_mm256_srli_epi32(line, 4 * v), splat_int(15));
         return _mm256_sub_ps(_mm256_cvtepi32_ps(codes), zero);

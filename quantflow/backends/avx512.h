@@ -24,7 +24,7 @@ INLINE int blocks_of(int tokens) { return tokens == 1 ? 4 : 2; }
 
 /* Words of an input for a line of a weight. */
 INLINE int words_of(enum kind kind, enum math math) {
-    return (kind == W4 ? 8 : 4) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
+    return columns_of(kind) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
 }
 
 INLINE some first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
@@ -130,6 +130,11 @@ INLINE __m512 floats_of(enum kind kind, __m512i line, int v, __m512 zero) {
         const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         return _mm512_sub_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * v), values), zero);
     }
+    if (kind == F4) {
+        const __m512 values = _mm512_set_ps(-6, -4, -3, -2, -1.5f, -1, -0.5f, -0.0f, 6, 4, 3, 2,
+                                            1.5f, 1, 0.5f, 0);
+        return _mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * v), values);
+    }
     __m512i top = _mm512_slli_epi32(line, 24 - 8 * v);
     if (kind == W8) return _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24));
     top = _mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32((int)0x87f00000));
@@ -143,6 +148,13 @@ static const uint16_t integers[32] = {
     0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, /* -16 to -9 */
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, /* -8 to -1 */
 };
+/* bfloat16 of the codes of e2m1, twice. */
+static const uint16_t quarters[32] = {
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, /* 0 to 6 */
+    0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, /* -0 to -6 */
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+    0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+};
 static const uint16_t subnormals[32] = {
     0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
 };
@@ -154,6 +166,9 @@ INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
         __m512i q = _mm512_and_si512(_mm512_srli_epi16(line, 4 * v), _mm512_set1_epi16(15));
         return _mm512_permutexvar_epi16(_mm512_sub_epi16(q, zero), _mm512_loadu_si512(integers));
     }
+    if (kind == F4)
+        return _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4 * v),
+                                        _mm512_loadu_si512(quarters));
     /* floats of `floats_of` are exact in bfloat16: their lower halves are zeros */
     if (kind == W8) {
         __m512i low = _mm512_castps_si512(floats_of(kind, line, 2 * v, _mm512_setzero_ps()));

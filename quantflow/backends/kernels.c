@@ -4,7 +4,7 @@
 
    Layout: rows stand in the lanes of a register. A line is 64 bytes of `data` and holds 16 rows:
    8 columns of 4 bits (byte b of a row's 4 bytes has column b in its lower half and column b + 4
-   in its upper half, as qvalue + 8), or 4 columns of 8 bits. Two lines, 32 rows, are neighbours;
+   in its upper half, as qvalue + 8 or the code of e2m1), or 4 columns of 8 bits. Two lines, 32 rows, are neighbours;
    then come the next columns. Rows are padded to 64 and columns to `group`, with zeros. Scales
    are [16 rows, groups, 16].
 
@@ -34,7 +34,7 @@
 #define CHECK(CONDITION) ((void)0)
 #endif
 
-enum kind { W4, W8, F8 };             /* a weight: 4 bits, int8, e4m3 */
+enum kind { W4, W8, F8, F4 };         /* a weight: 4 bits, int8, e4m3, e2m1 */
 enum input { ASIS, INT8, E4M3 };      /* dtype to which inputs are quantized; ASIS: none */
 enum math { INTEGER, FLOAT, BFLOAT }; /* dtype of the products */
 
@@ -58,13 +58,19 @@ struct weight {
 
 /* The order in which `part_of` takes columns from a weight: those of 16 words of a float each,
  * and of 8 words of two bfloat16. Inputs are arranged in the same order. */
-static const int32_t orders[3][3][16] = {
-    [W4][FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
-    [W4][BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
+#define OF_FOUR_BITS { \
+    [FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15}, \
+    [BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15} }
+static const int32_t orders[4][3][16] = {
+    [W4] = OF_FOUR_BITS,
+    [F4] = OF_FOUR_BITS,
     [W8] = {[FLOAT ... BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}},
     [F8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
 };
+
+/* Columns of a line. */
+INLINE int columns_of(enum kind kind) { return kind == W4 || kind == F4 ? 8 : 4; }
 
 /* Inputs, arranged for the products. */
 struct tokens {
@@ -130,7 +136,7 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
  * on, T tokens from `token` on. */
 INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math, const int T) {
     const int R = blocks_of(T) * 16 / LANES, parts = words_of(kind, math);
-    const int64_t lines = w->group / (kind == W4 ? 8 : 4), pair = lines * w->groups * 128;
+    const int64_t lines = w->group / columns_of(kind), pair = lines * w->groups * 128;
     const int64_t at = (block * w->groups + g) * 16;
     const uint8_t *data = w->data + block / 2 * pair;
     data += (blocks_of(T) == 1 ? block % 2 * 64 : 0) + g * lines * 128;
@@ -201,10 +207,13 @@ ADDERS(W8, FLOAT)
 ADDERS(W8, BFLOAT)
 ADDERS(F8, FLOAT)
 ADDERS(F8, BFLOAT)
-static void (*const adders[3][3][4])(GROUP_OF_TILE) = {
+ADDERS(F4, FLOAT)
+ADDERS(F4, BFLOAT)
+static void (*const adders[4][3][4])(GROUP_OF_TILE) = {
     NAMES(W4, INTEGER), NAMES(W4, FLOAT), NAMES(W4, BFLOAT),
     NAMES(W8, INTEGER), NAMES(W8, FLOAT), NAMES(W8, BFLOAT),
     NAMES(F8, FLOAT),   NAMES(F8, BFLOAT),
+    NAMES(F4, FLOAT),   NAMES(F4, BFLOAT),
 };
 
 /* The outputs of some rows, from 16-row block `block` on, and T tokens. */
@@ -291,14 +300,14 @@ static size_t arranged(struct job *job, int bf16) {
     CHECK(w && w->data && w->scale && w->rows > 0 && w->columns > 0);
     CHECK(w->group > 0 && w->group % 16 == 0);
     CHECK(w->groups == (w->columns + w->group - 1) / w->group);
-    CHECK(w->kind >= W4 && w->kind <= F8 && w->input >= ASIS && w->input <= E4M3);
-    CHECK(!(w->kind == F8 && w->input == INT8));
+    CHECK(w->kind >= W4 && w->kind <= F4 && w->input >= ASIS && w->input <= E4M3);
+    CHECK(!(w->kind >= F8 && w->input == INT8));
     CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
     job->in.bf16 = bf16;
     job->in.math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT;
     int64_t columns = w->group * w->groups;
-    job->in.words = columns / (w->kind == W4 ? 8 : 4) * words_of(w->kind, job->in.math);
+    job->in.words = columns / columns_of(w->kind) * words_of(w->kind, job->in.math);
     return (size_t)(job->tokens * (job->in.words + w->groups * 2) * 4 + 127) / 64 * 64;
 }
 

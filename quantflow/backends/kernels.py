@@ -2,7 +2,8 @@
 
 own_kernels.py says which linears run here. A linear of 4 bits is stored as qvalue + 8 and may have
 zero points. One of 2 or 3 bits is stored in 4. One of 5 or 6 bits is stored in 8, with its zero
-points subtracted. Scales that bfloat16 holds exactly, as those of most layouts are, are kept so.
+points subtracted. Floats are stored as their codes, of 4 or 8 bits. Scales that bfloat16 holds
+exactly, as those of most layouts are, are kept so.
 """
 
 import ctypes
@@ -17,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.backends import native
-from quantflow.core import affine, groups
+from quantflow.core import affine, groups, microscaling
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
 CPU_FLAGS = ("avx2", "fma")  # kernels.c needs them; it uses AVX512-VNNI too where there is that
 
-_W4, _W8, _F8 = 0, 1, 2
+_W4, _W8, _F8, _F4 = 0, 1, 2, 3
 _ASIS, _INT8, _E4M3 = 0, 1, 2
 _LANES = 16  # rows of a register
 _ROWS = 64  # rows are padded to a multiple of this
@@ -81,7 +82,8 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     weight, inputs = linear.weight, linear.scheme.input
     rows, columns = weight.qvalue.shape
     group = weight.scheme.group_size or columns + -columns % COLUMNS
-    kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits > 4 else _W4
+    narrow_kind, wide_kind = (_F4, _F8) if weight.scheme.kind == "float" else (_W4, _W8)
+    kind = wide_kind if weight.scheme.num_bits > 4 else narrow_kind
     input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
     integer = inputs is not None and inputs.kind == "int"
     scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
@@ -158,17 +160,17 @@ def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, in
         return f"{weight.groups} groups of {weight.group} columns"
     flags = (weight.input_grouped, weight.wide, weight.bf16)
     if (
-        weight.kind not in (_W4, _W8, _F8)
+        weight.kind not in (_W4, _W8, _F8, _F4)
         or weight.input not in (_ASIS, _INT8, _E4M3)
         or not set(flags) <= {0, 1}
     ):
         return f"kind {weight.kind}, input {weight.input}, flags {flags}"
-    if weight.kind == _F8 and weight.input == _INT8:
-        return "float8 values with int8 inputs"
+    if weight.kind in (_F8, _F4) and weight.input == _INT8:
+        return "floating-point values with int8 inputs"
     padded = weight.rows + -weight.rows % _ROWS
     scales, columns = padded * weight.groups, weight.group * weight.groups
     sizes = {
-        "data": (torch.int32, padded * columns // (8 if weight.kind == _W4 else 4)),
+        "data": (torch.int32, padded * columns // (8 if weight.kind in (_W4, _F4) else 4)),
         "scale": (torch.float32 if weight.wide else torch.bfloat16, scales),
     }
     if weight.kind == _W4 and "zero" in tensors:
@@ -265,6 +267,8 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
     codes = (
         weight.qvalue.view(torch.int8)
         if kind == _F8
+        else _codes_of_e2m1(weight.qvalue)
+        if kind == _F4
         else weight.qvalue + 8
         if kind == _W4
         else weight.qvalue
@@ -276,12 +280,18 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
             - weight.zero_point[..., None]
         ).flatten(1)
     codes = functional.pad(codes, (0, -codes.shape[1] % group, 0, -len(codes) % _ROWS))
-    if kind == _W4:
+    if kind in (_W4, _F4):
         halves = codes.view(torch.uint8).view(len(codes), -1, 2, 4)  # [O, lines, 2, 4]
         codes = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, lines, 4]
     words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
     # [O / 32, lines, 2, 16]
     return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()
+
+
+def _codes_of_e2m1(values: Tensor) -> Tensor:
+    """The code of each value of e2m1, uint8 [O, I] from 0 to 15."""
+    both = microscaling.pack_e2m1(values)  # [O, I / 2], the first of two in the lower half
+    return torch.stack([both & 15, both >> 4], dim=-1).flatten(1)
 
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:

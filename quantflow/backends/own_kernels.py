@@ -17,9 +17,8 @@ fp8: e4m3 weights are kept as bytes and widened to bfloat16 in registers, exactl
 they are, or are quantized to e4m3. No CPU multiplies float8; a product of two e4m3 values, or of
 one and a bfloat16, is exact in float32. Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
-mx: microscaled weights, e2m1 or e4m3, are kept as the bytes of e4m3 that have their values. They
-run as fp8 does, with the scale of a group as a float. A value of e2m1 takes a byte here, twice what
-it takes on disk.
+mx: microscaled weights keep their codes, those of e4m3 as fp8 does, those of e2m1 two to a byte, as
+on disk. The scale of a group is a float.
 
 A scheme that leaves inputs alone, run with rounded ones
 (`quantflow.core.scheme.with_rounded_inputs`), becomes one with int8 inputs in groups: w4a8 runs it.

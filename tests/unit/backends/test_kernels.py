@@ -9,6 +9,7 @@ import torch
 
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.core import affine, float8
+from quantflow.core.microscaling import unpack_e2m1
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import (
     PRESETS,
@@ -105,6 +106,33 @@ def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
         )
         columns = run(linear, torch.eye(6, dtype=dtype))  # [6, 127]
         assert torch.equal(columns.float().t(), qvalue.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["MXFP4A16", "NVFP4A16"])
+def test_every_code_of_e2m1_is_widened_to_its_value_and_takes_four_bits(name, dtype):
+    scheme = PRESETS[name]
+    columns = 2 * scheme.weights.group_size
+    packed = torch.arange(256, dtype=torch.uint8).repeat(columns)[: 70 * columns // 2]
+    qvalue = unpack_e2m1(packed.view(70, -1))  # every code at every column
+    scale = 0.5 ** torch.arange(140).view(70, 2)
+    prepared = kernels.prepare(
+        QuantizedLinear(
+            weight=QTensor(
+                qvalue=qvalue,
+                scale=scale,
+                scheme=scheme.weights,
+                global_scale=torch.ones(1) if name == "NVFP4A16" else None,
+            ),
+            scheme=scheme,
+        ),
+        dtype,
+    )
+    found = kernels.linear(torch.eye(columns), prepared, None)  # [columns, 70]
+    assert torch.equal(found.t(), qvalue.float() * scale.repeat_interleave(columns // 2, dim=1))
+    assert prepared.tensors["data"].nbytes == 128 * columns // 2  # rows are padded
+    restored = kernels.restore(kernels.dump(prepared), dtype, shape=(70, columns))
+    assert torch.equal(kernels.linear(torch.eye(columns), restored, None), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
