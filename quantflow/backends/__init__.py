@@ -2,9 +2,9 @@
 
 Each is a `quantflow.backends.backend.Backend`; reference.py is the oracle of the others. Nothing
 falls back silently: a kernel that cannot run a linear says why, and `choose` returns the reasons
-with its choice. The order of the table is that of preference: the device's kernels, our own (C,
-compiled when they are first used), those of Intel's extension, torch's, and last the oracle, which
-runs everything.
+with its choice. The order of the table is that of preference: the device's kernels, our own (in
+Triton for GPUs, in C for CPUs, compiled when they are first used), those of Intel's extension,
+torch's, and last the oracle, which runs everything.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,13 @@ from types import MappingProxyType
 
 from quantflow.backends import cuda, hpu, ipex, own_kernels, reference, torch_kernels
 from quantflow.backends.backend import Backend, Case
+from quantflow.backends.triton import backends as triton_kernels
 from quantflow.errors import UsageError
 
 _ORDER = (
     hpu.BACKEND,
     *cuda.BACKENDS,
+    *triton_kernels.BACKENDS,
     *own_kernels.BACKENDS,
     ipex.BACKEND,
     *torch_kernels.BACKENDS,

@@ -20,11 +20,11 @@ product checks, and which capabilities have it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import ScalingType, scaled_mm
 
 from quantflow.backends.backend import (
     BFLOAT16,
@@ -132,13 +132,14 @@ def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
     scale = affine.scale_per_token(split, scheme)  # [M, I / 128, 1]
     codes = affine.quantize(split, scale, None, scheme).flatten(1)  # [M, I]
     scale = scale[..., 0].t().contiguous().t()  # [M, I / 128], column-major
-    result = scaled_mm(
+    recipes: Any = functional.ScalingType
+    result: Tensor = functional.scaled_mm(
         codes,
         weight.t(),
         scale,
-        ScalingType.BlockWise1x128,
+        recipes.BlockWise1x128,
         weight_scale,
-        ScalingType.BlockWise128x128,
+        recipes.BlockWise128x128,
         output_dtype=x.dtype,
     )[:tokens]
     if bias is not None:
@@ -184,6 +185,10 @@ _FP8_BLOCK = Backend(
     name="fp8_block_mm",
     requirements=(
         on(NAME, capability=(9, 0)),
+        requirement(
+            f"needs torch 2.10, {torch.__version__} has no product in blocks",
+            lambda c: hasattr(functional, "scaled_mm"),
+        ),
         _on_nine,
         E4M3_WEIGHTS,
         weights_per("per_block"),

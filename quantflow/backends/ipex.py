@@ -1,8 +1,8 @@
 """Intel's extension for PyTorch (IPEX) for int4 weights on a CPU, inputs as they are.
 
-The extension is compiled for one release of torch, and ended with 2.8; quantflow needs a later
-torch. So this backend is looked for and says what it lacks. What it computes was tried where the
-extension runs, with its torch (tests/parity/test_ipex.py).
+The extension is compiled for one release of torch, and ended with 2.8, the oldest that quantflow
+takes. Beside another torch this backend says so. An artifact was made and run in an environment of
+that torch and the extension (tests/parity/test_ipex.py).
 
 The kernel's weight is (q - zero) * scale with q and zero in 0..15; ours are 8 lower. Two columns
 are in a byte, the even one in its lower half. Source: the extension's

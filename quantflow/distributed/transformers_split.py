@@ -16,13 +16,13 @@ model's in the last bits. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from quantflow.core.device import HOST, Device
 from quantflow.errors import UnsupportedError
@@ -144,7 +144,23 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
         module = stream.model.get_submodule(modules[name])
         column = placement["kind"] == "column"
         _shorten_(module, axis=placement["axis"], length=placement["length"], bias=column)
-        ALL_PARALLEL_STYLES[STYLES[placement["kind"]]].install_forward(module, mesh)
+        _install(STYLES[placement["kind"]], module, mesh)
+
+
+def _install(style: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Install transformers' hooks of a style on a linear.
+
+    transformers 5.16 moved the styles and renamed what installs them.
+    """
+    try:
+        library = import_module("transformers.distributed.tensor_parallel")
+    except ModuleNotFoundError:
+        library = import_module("transformers.integrations.tensor_parallel")
+    layer = library.ALL_PARALLEL_STYLES[style]
+    if hasattr(layer, "install_forward"):
+        layer.install_forward(module, mesh)
+    else:
+        layer.prepare_module_tp(module, mesh)
 
 
 def is_elsewhere(placement: Placement) -> bool:

@@ -118,7 +118,9 @@ class HubNames:
         if converter is None:
             return 1
         plain = [
-            type(item) is Chunk and item.dim == 0 and item.num_shards_attribute is None
+            type(item) is Chunk
+            and item.dim == 0
+            and getattr(item, "num_shards_attribute", None) is None
             for item in converter.operations
         ]
         return len(converter.target_patterns) if plain == [True] else 1

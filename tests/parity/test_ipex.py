@@ -21,6 +21,7 @@ from quantflow.formats import LAYOUTS
 from quantflow.formats.weight_layout import integers
 
 ENVIRONMENT = os.environ.get("IPEX_ENV") or None
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, sys, torch
 import intel_extension_for_pytorch as ipex
@@ -46,14 +47,9 @@ assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
 with torch.no_grad():
     save_file({"y": made(x).float().contiguous()}, f"{folder}/y.safetensors")
 """
-# The backend imported without the others, which need a later torch; a linear of every kind beside
-# the reference's product.
+# A linear of every kind beside the reference's product.
 BACKEND = """
-import sys, torch, types
-
-package = types.ModuleType("quantflow.backends")
-package.__path__ = [sys.argv[1]]
-sys.modules["quantflow.backends"] = package
+import torch
 from quantflow.backends import ipex
 from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
@@ -149,15 +145,29 @@ def test_the_extension_computes_from_our_tensors_what_the_weights_say(
     assert error < 1e-5
 
 
-def test_the_backend_computes_what_the_weights_say():
-    root = Path(__file__).resolve().parents[2]
-    line = [
-        str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"),
-        "-c",
-        BACKEND,
-        str(root / "quantflow" / "backends"),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+def in_environment(*words, cwd="."):
+    """The output of its Python, which imports quantflow from this repository."""
+    line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, env=environment, cwd=cwd
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stdout)
+    return done.stdout
+
+
+def test_the_backend_computes_what_the_weights_say():
+    print(in_environment("-c", BACKEND))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
+def test_an_artifact_runs_on_the_extension_and_writes_the_tokens_of_the_reference(tmp_path, scheme):
+    """The whole of quantflow beside the extension's torch: rounded, exported, proved, run."""
+    asked = ["quantize", ROOT / "examples/tiny-llama", "-o", tmp_path / "a", "--scheme", scheme]
+    in_environment("-m", "quantflow", *map(str, asked), "--algorithm", "rtn", "-q")
+    asked = ["generate", tmp_path / "a", "--prompt", "def main(", "--max-new-tokens", "24", "-q"]
+    texts = {
+        backend: in_environment("-m", "quantflow", *map(str, asked), "--backend", backend)
+        for backend in ("ipex", "reference")
+    }
+    assert len(texts["ipex"]) > 20 and texts["ipex"] == texts["reference"]

@@ -15,7 +15,7 @@ from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_floa
 from quantflow.errors import UsageError
 
 # as preferred
-_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, _, int8_mm, int4_pack, int8_pack, reference = (
+_, _, _, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, _, int8_mm, int4_pack, int8_pack, reference = (
     BACKENDS.values()
 )
 CPU = torch.device("cpu")
@@ -623,7 +623,8 @@ def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
         )
     with pytest.raises(
         UsageError,
-        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, fp8_block_mm, w8a8, "
+        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, fp8_block_mm, "
+        "triton_w4a16, triton_w8a16, w8a8, "
         r"w4a8, w4a16, w8a16, fp8, mx",
     ):
         choose(

@@ -394,7 +394,7 @@ def scaled_mm_of_blocks(codes, weight, scale, recipe, weight_scale, weight_recip
 @pytest.mark.parametrize("lead", [(1,), (2, 5), (16,), (0,)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_blocks_are_those_of_the_equation(shape, lead, biased, monkeypatch):
-    monkeypatch.setattr(cuda, "scaled_mm", scaled_mm_of_blocks)
+    monkeypatch.setattr(functional, "scaled_mm", scaled_mm_of_blocks)
     linear, backend = quantized(BLOCK, shape), BACKENDS["fp8_block_mm"]
     x = torch.randn(*lead, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     bias = torch.linspace(-1, 1, shape[0]).bfloat16() if biased else None

