@@ -7,6 +7,7 @@ take from the weight in the model's memory, which has no second copy.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -86,15 +87,16 @@ def _linear(x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
     tokens = len(rows)
     if not 0 < tokens <= FEW:
         return functional.linear(x, dequantized(stored), bias)
-    from quantflow.backends.triton import w4a16, w8a16
-
     if stored.codes.dtype == torch.uint8:
-        result = w4a16.product(rows, stored.codes, stored.scale, stored.zero, block=stored.block)
+        four = import_module("quantflow.backends.triton.w4a16")
+        result = four.product(rows, stored.codes, stored.scale, stored.zero, block=stored.block)
     else:
-        result = w8a16.product(rows, stored.codes, stored.scale, block=stored.block)
+        eight = import_module("quantflow.backends.triton.w8a16")
+        result = eight.product(rows, stored.codes, stored.scale, block=stored.block)
     if bias is not None:
         result = result + bias
-    return result.to(x.dtype).reshape(*x.shape[:-1], result.shape[1])  # [..., O]
+    y: Tensor = result.to(x.dtype).reshape(*x.shape[:-1], result.shape[1])  # [..., O]
+    return y
 
 
 def _in_steps(case: Case) -> bool:
