@@ -25,7 +25,7 @@ _LEAST = 32  # so that half a block of int4 fills a tile of the tensor cores
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stored:
+class CodedWeight:
     """A weight as the kernels read it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stored:
     exact: bool
 
 
-def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Stored:
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> CodedWeight:
     del dtype
     weight = linear.weight
     rows, columns = weight.qvalue.shape
@@ -54,7 +54,7 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Stored:
         codes = layout.packed((codes + 8).to(torch.uint8), block)
     scale = weight.scale.float().expand(rows, -1).contiguous()
     zero = weight.zero_point
-    return Stored(
+    return CodedWeight(
         codes=codes,
         scale=scale,
         zero=None if zero is None else (zero + 8).to(torch.uint8).expand(rows, -1).contiguous(),
@@ -68,7 +68,7 @@ def _of_channel(columns: int, *, four: bool) -> int:
     return next(size for size in (_BLOCK, 64, _LEAST) if not four or columns % size == 0)
 
 
-def dequantized(stored: Stored) -> Tensor:
+def dequantized(stored: CodedWeight) -> Tensor:
     """The weight in bfloat16, [O, I], rounded once."""
     four = stored.codes.dtype == torch.uint8
     codes = layout.unpacked(stored.codes, stored.block) if four else stored.codes
@@ -81,7 +81,7 @@ def dequantized(stored: Stored) -> Tensor:
     return split.flatten(1).to(torch.bfloat16)  # [O, I]
 
 
-def _linear(x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, stored: CodedWeight, bias: Tensor | None) -> Tensor:
     """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # [M, I]
     tokens = len(rows)
