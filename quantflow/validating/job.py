@@ -1,14 +1,18 @@
-"""One validation: an artifact, the model it is compared with, and the verdict."""
+"""One validation: an artifact, the model it is compared with, and the verdict; a model alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantflow.errors import UsageError
 from quantflow.files.outputs import beside
 from quantflow.planning.recipe import Compute, Resources, Validate
 from quantflow.progress import SILENT, Progress
 from quantflow.sources.models import is_on_hub
+
+# lm-eval's, which optimum-habana's run_lm_eval asks
+USUAL_TASKS = "hellaswag,lambada_openai,piqa,winogrande"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,72 @@ class ValidateJob:
         if self.report is None and is_on_hub(self.artifact):
             return Path(f"{self.artifact.name}-validation")
         return beside(self.artifact, "-validation") if self.report is None else self.report
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreJob:
+    """One model or artifact that answers tasks, with nothing beside it to compare with.
+
+    Attributes:
+        model: a folder, a name on the hub (org/name), or a GGUF file.
+        options: tasks, limit, shots, template and ranks; the rest is of comparisons.
+        report: the folder of scores.json and tasks.json; None is `<model>-validation`.
+        revision: revision of a model on the hub.
+        resources: limits of memory and disk.
+        compute: the dtype that the model runs in.
+        force: redo finished scores that were made from other inputs, instead of refusing.
+    """
+
+    model: Path
+    options: Validate
+    report: Path | None = None
+    revision: str | None = None
+    resources: Resources = Resources()
+    compute: Compute = Compute()
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a job without a task, and options that compare.
+
+        Raises:
+            UsageError: naming them.
+        """
+        asked, plain = self.options, Validate()
+        compared = [
+            f"--{name.replace('_', '-')}"
+            for name in ("text", "tokens", "sequence_length", "gate", "diagnose")
+            if getattr(asked, name) != getattr(plain, name)
+        ]
+        if compared:
+            raise UsageError(
+                f"validate {self.model}: {', '.join(compared)} without a baseline",
+                "give --baseline MODEL, the model that ARTIFACT was made from",
+            )
+        if not asked.tasks:
+            raise UsageError(
+                f"validate {self.model}: neither a baseline nor tasks",
+                "give --baseline MODEL to compare an artifact with its source, or --tasks to score "
+                f"a model alone: `quantflow validate {self.model} --tasks {USUAL_TASKS}`",
+            )
+
+    def run(self, progress: Progress = SILENT) -> Mapping[str, Any]:
+        """Ask, and return the content of scores.json; scores of the same inputs are left alone.
+
+        Raises:
+            QuantflowError: an input that cannot be used.
+        """
+        from quantflow.sources.models import model_folder
+        from quantflow.validating.scores import run
+
+        model = model_folder(self.model, revision=self.revision, progress=progress)
+        return run(replace(self, model=model, report=self.folder), progress)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the scores; here for a model on the hub."""
+        if self.report is None and is_on_hub(self.model):
+            return Path(f"{self.model.name}-validation")
+        return beside(self.model, "-validation") if self.report is None else self.report
 
 
 @dataclass(frozen=True, kw_only=True)

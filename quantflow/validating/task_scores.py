@@ -55,10 +55,10 @@ class TaskScores:
     artifact: Mapping[str, Any]
 
 
-def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
+def check_tasks(artifact: Path, baseline: Path | None, options: Validate) -> list[str]:
     """The names of the tasks that will be asked, each of a group.
 
-    Tasks that cannot be asked are refused before anything runs.
+    Tasks that cannot be asked are refused before anything runs. A model alone has no baseline.
 
     Raises:
         UnsupportedError: lm-eval is not installed, or several ranks cannot share a model.
@@ -85,7 +85,7 @@ def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
         if launched_rank() is not None:
             cause = f"validate: {options.ranks} ranks, and torchrun started this process"
             raise UsageError(cause, "start validate once, without torchrun")
-        for folder in (artifact, baseline):
+        for folder in (artifact, *(() if baseline is None else (baseline,))):
             rank_processes.check("validate", _job(folder, options), world=options.ranks)
     return list(harness.loaded_tasks(_asked(options)).tasks)
 
@@ -159,6 +159,31 @@ def score_tasks(
     )
 
 
+def answers_of(
+    folder: Path, *, options: Validate, resources: Resources, dtype: str, progress: Progress
+) -> dict[str, Any]:
+    """The answers of one model, as `quantflow.validating.task_answers.run` has them.
+
+    Raises:
+        ResourceError: it does not fit into memory.
+    """
+    from quantflow.validating import task_answers
+
+    _refuse_beyond_memory(folder, resources)
+    job = replace(_job(folder, options), exact=options.exact, dtype=dtype)
+    answers = task_answers.run(job, progress)
+    assert answers is not None  # this process is no rank
+    return answers
+
+
+def first_metric(name: str, document: Mapping[str, Any]) -> tuple[str, float]:
+    """The metric that stands for a task in lm-eval's document, and its value."""
+    better = document["higher_is_better"][name]
+    metric = next(each for each in (*_FIRST, *better) if each in better)
+    results = document["results"][name]
+    return metric, next(results[key] for key in results if key.split(",")[0] == metric)
+
+
 def _asked(options: Validate) -> "TaskOptions":
     from quantflow.validating.harness import TaskOptions
 
@@ -229,15 +254,9 @@ def _refuse_other_questions(
 
 
 def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    metric, ours = first_metric(name, document)
+    values = {"baseline": first_metric(name, source)[1], "artifact": ours}
     better = document["higher_is_better"][name]
-    metric = next(each for each in (*_FIRST, *better) if each in better)
-    values = {}
-    for model, answers_document in (("baseline", source), ("artifact", document)):
-        values[model] = next(
-            value
-            for key, value in answers_document["results"][name].items()
-            if key.split(",")[0] == metric
-        )
     over, under = (
         (values["artifact"], values["baseline"])
         if better[metric]

@@ -107,6 +107,43 @@ def test_a_task_of_a_yaml_and_json_lines_is_asked_without_a_network(validate, tm
     assert "\r" not in printed.err
 
 
+def test_a_model_alone_is_scored_as_beside_an_artifact(validate, llama, tmp_path, capsys):
+    rows = [{"q": "value", "c": [" scale", " round"]}, {"q": "group", "c": [" layer", " token"]}]
+    task = str(write_task(tmp_path, [*rows, {"q": "a", "c": [" b", " c"]}]))
+    assert validate("--tasks", task)[0] in (0, 4)
+    beside = json.loads((tmp_path / "report" / "validation.json").read_text())["tasks"]["scores"]
+    alone = ["validate", "-m", str(llama), "--tasks", task, "--report", str(tmp_path / "alone")]
+    assert exit_code(cli, [*alone, "-o", str(tmp_path / "eval.json"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "alone" / "scores.json").read_text())
+    score = result["scores"]["own"]
+    assert score["score"] == beside["own"]["baseline"]
+    share = score["score"]  # of three documents
+    assert score["standard_error"] == pytest.approx((share * (1 - share) / 2) ** 0.5)
+    assert json.loads((tmp_path / "eval.json").read_text())["n-samples"]["own"]["effective"] == 3
+    assert exit_code(cli, alone) == 0  # left alone
+    printed = capsys.readouterr()
+    assert "own   acc" in printed.out and "scores: " in printed.out
+    assert exit_code(cli, [*alone, "--dtype", "bfloat16"]) == 2  # other inputs
+    assert exit_code(cli, [*alone, "--dtype", "bfloat16", "--force", "-q"]) == 0
+    record = json.loads((tmp_path / "alone" / "scores.json").read_text())
+    assert record["protocol"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ((), "neither a baseline nor tasks"),
+        (("--tasks", "small_piqa", "--gate", "strict"), "--gate without a baseline"),
+        (("--tasks", "small_piqa", "--tokens", "9"), "--tokens without a baseline"),
+        (("--tasks", "small_piqa", "--previous", "x"), "--previous without a baseline"),
+    ],
+)
+def test_what_compares_needs_a_baseline(words, cause, capsys):
+    assert exit_code(cli, ["validate", "model", *words]) == 2
+    assert cause in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
