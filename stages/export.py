@@ -56,12 +56,14 @@ def command(
 
     QUANTIZED is the folder of quantize, or of unify after it. Format inc writes Gaudi's files of a
     MEASUREMENT. Format gguf writes llama.cpp's file of a MODEL, or of an artifact's dequantized
-    weights.
+    weights. Of a MODEL without --format the tensors are written as they are, in files of
+    --shard-size.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export
              quantflow export work/1-measure -o work/gaudi --format inc --device gaudi2
              quantflow export ./llama -o work/gguf --format gguf --dtype bf16
+             quantflow export ./llama -o small-files --shard-size 500MB
     """
     config = given_config("export", shared["quant_config"], quiet=shared["quiet"])
     flags, _ = recipe_flags("export", shared)
@@ -84,5 +86,5 @@ def command(
         folder = job.run(progress).folder
     if speaks():
         show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
-        if job.options.format == Export().format:
+        if job.options.format == Export().format and (folder / "quantflow.json").is_file():
             then("validate", folder, "--baseline", model or "MODEL", shared=shared)

@@ -56,6 +56,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
     if dtype not in CHOICES:
         cause = f"export: dtype {dtype!r} of format dequantized is unknown"
         raise UsageError(cause, nearest(dtype, list(CHOICES)))
+    require_quantized(job.source, job.output, product="format dequantized")
     return write_dequantized(job, progress, dtype=dtype)
 
 
@@ -64,24 +65,26 @@ def dequantized(job: ExportJob, progress: Progress) -> Path:
     reads = {"the model": job.source}
     source = model_folder(job.source, revision=job.revision, progress=progress)
     job = replace(job, source=source, output=output_folder(job.output, reads=reads))
+    require_quantized(job.source, job.output, product="format dequantized")
     return write_dequantized(job, progress, dtype=None)
 
 
 def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) -> Path:
-    """Write the dequantized weights of a quantized model; return the folder.
+    """Write the weights of a model, those that are quantized dequantized; return the folder.
 
     Args:
-        job: job with the quantized model and the folder.
+        job: job with the model and the folder.
         progress: receiver of progress.
         dtype: dtype of the result, a key of `CHOICES`; None is one that holds the weights that were
             quantized exactly, and the other weights keep theirs.
     """
-    require_quantized(job.source, job.output, product="format dequantized")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
         identity = identity_of(artifact)
         chosen = dtype or _exact(artifact)
         made_from = {"artifact": identity, "dtype": chosen, "version": VERSION}
+        if not artifact.linears:  # a model as it is, in files of another size
+            made_from |= {"dtype": dtype, "shard_size": job.options.shard_size}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
@@ -102,7 +105,7 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
                 specs,
                 _tensors(artifact, split, specs),
                 limit=limit,
-                stage="export dequantized",
+                stage=f"export {job.output.name}",
                 progress=progress,
                 unused_of=artifact.checkpoint,
             )

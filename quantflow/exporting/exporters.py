@@ -34,6 +34,7 @@ class Exporter:
         foreign: module for a source that another program quantized; None where `module` takes
             that too, or nothing does.
         module: module whose `run(job, progress)` writes the folder and returns it.
+        plain: module for a source that is not quantized, which reads dtype and shard_size.
         takes_model: whether the source may be a model, by any of its names.
     """
 
@@ -43,6 +44,7 @@ class Exporter:
     module: str
     takes_model: bool = False
     foreign: str | None = None
+    plain: str | None = None
 
     def check_options(self, job: ExportJob) -> None:
         """Refuse options that this format does not read.
@@ -70,6 +72,10 @@ class Exporter:
             UsageError: the job has an option that this format does not read.
             QuantflowError: as the format's module.
         """
+        if self.plain is not None and _is_plain(job.source):
+            replace(self, options=("dtype", "shard_size")).check_options(job)
+            written: Path = import_module(self.plain).run(job, progress)
+            return written
         self.check_options(job)
         foreign = self.foreign is not None and is_foreign(job.source)
         module = import_module(self.foreign if foreign and self.foreign else self.module)
@@ -91,11 +97,12 @@ def _of_layout(reader: str, *, options: tuple[str, ...] = ("dtype", "shard_size"
 EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
     {
         "compressed-tensors": Exporter(
-            takes="what `quantize` or `unify` wrote",
+            takes="what `quantize` or `unify` wrote; a model, whose tensors stay as they are",
             reader="this runtime, transformers, vLLM",
             options=("shard_size", "measure_inputs"),
             module="quantflow.exporting.export",
             foreign="quantflow.exporting.layout_export",
+            plain="quantflow.exporting.model_export",
         ),
         "inc": Exporter(
             takes="a measurement",
@@ -186,6 +193,13 @@ def _layers(folder: Path, format: str) -> Path:
 def is_foreign(folder: Path) -> bool:
     """Whether a folder is a model's, quantized or not, that this project did not write."""
     return (folder / CONFIG).is_file() and not (folder / MANIFEST_NAME).exists()
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder is a model that is not quantized; here, since the answer imports torch."""
+    from quantflow.runtime.artifact import is_model
+
+    return is_foreign(folder) and is_model(folder)
 
 
 def exporter(name: str) -> Exporter:
