@@ -20,6 +20,7 @@ from quantflow.files.outputs import output_folder
 from quantflow.formats import DEFAULT
 from quantflow.planning.recipe import Export
 from quantflow.progress import Progress
+from quantflow.runtime.artifact import is_model
 from quantflow.sources.models import is_on_hub, model_folder
 
 
@@ -196,9 +197,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether a folder is a model that is not quantized; here, since the answer imports torch."""
-    from quantflow.runtime.artifact import is_model
-
+    """Whether a folder is a model that is not quantized."""
     return is_foreign(folder) and is_model(folder)
 
 
