@@ -7,9 +7,10 @@ python docs/make_coverage.py --break --rows H1,B2     those rows alone
 python docs/make_coverage.py --break --stale          rows without a result of their mutation
 
 A row works where it names tests and misses nothing, is there in part where it names tests and what
-is missing, and is not there where it names no test. A row that works also has a mutation: a small
-change that breaks its feature, with which one of its tests fails (mutations.py). So no row can
-claim what no test shows.
+is missing, and is not there where it names no test. A row with `advice` asks for nothing that a
+program of this kind could have: it is advice, or is about other parts and programs. A row that
+works also has a mutation: a small change that breaks its feature, with which one of its tests fails
+(mutations.py). So no row can claim what no test shows.
 """
 
 import argparse
@@ -27,8 +28,8 @@ import mutations
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 DATA, PAGE, RESULTS = DOCS / "coverage.toml", DOCS / "coverage.md", DOCS / "mutations.json"
-KEYS = ("asks", "break", "here", "missing", "tests")
-WORKS, IN_PART, NOT = "works", "in part", "not"
+KEYS = ("advice", "asks", "break", "here", "missing", "tests")
+WORKS, IN_PART, NOT, NO_FEATURE = "works", "in part", "not", "no feature"
 
 Row = dict[str, Any]
 Records = dict[str, dict[str, str]]
@@ -60,6 +61,8 @@ def ids(documents: dict[str, Row]) -> list[str]:
 
 def state(row: Row) -> str:
     """Return what a row's tests and gaps make of it."""
+    if "advice" in row:
+        return NO_FEATURE
     if not row.get("tests"):
         return NOT
     return IN_PART if "missing" in row else WORKS
@@ -76,6 +79,8 @@ def mistakes(documents: dict[str, Row], rows: dict[str, Row]) -> list[str]:
             found.append(f"{name}: does not say what is asked")
         if state(row) == NOT and not row.get("missing"):
             found.append(f"{name}: neither a test nor a reason")
+        if state(row) == NO_FEATURE and {"here", "missing"} & row.keys():
+            found.append(f"{name}: is no feature, and says how it is here or what is missing")
         if "here" in row and state(row) == NOT:
             found.append(f"{name}: says how it is here, and it is not")
         for test in row.get("tests", ()):
@@ -108,7 +113,7 @@ def page(documents: dict[str, Row], rows: dict[str, Row], records: Records) -> s
     counts = Counter(state(row) for row in rows.values())
     lines = [
         f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, "
-        f"{counts[NOT]} not",
+        f"{counts[NOT]} not; {counts[NO_FEATURE]} ask for nothing",
         "",
         f"The documents of five programs describe {len(rows)} features, a row each; this page "
         "says what quantflow has of them.",
@@ -126,15 +131,19 @@ def page(documents: dict[str, Row], rows: dict[str, Row], records: Records) -> s
         "|---|---|",
         "| works | the named tests cover it, and nothing asked for is missing; the column *here* "
         "has differences |",
-        "| in part | the column *here* says what is missing; the tests cover the rest |",
+        "| in part | the column *here* says what is missing of what is asked; the tests cover the "
+        "rest |",
         "| not | the column *here* says why |",
+        "| no feature | advice, or a part of other programs and devices; the column *here* says "
+        "which |",
     ]
     for letter, document in documents.items():
         own = {name: row for name, row in rows.items() if name.rstrip("0123456789") == letter}
         counts = Counter(state(row) for row in own.values())
         lines += ["", f"## {document['name']}", ""]
         lines += [
-            f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not.",
+            f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not, "
+            f"{counts[NO_FEATURE]} ask for nothing.",
             "",
         ]
         lines += [
@@ -147,7 +156,7 @@ def page(documents: dict[str, Row], rows: dict[str, Row], records: Records) -> s
 
 def _line(name: str, rows: dict[str, Row], records: Records) -> str:
     row, mutation = rows[name], mutations.of_row(name, rows)
-    told = "; ".join(row[key] for key in ("here", "missing") if key in row)
+    told = "; ".join(row[key] for key in ("here", "missing", "advice") if key in row)
     failed = records.get(name, {}).get("failed", "")
     tests = "<br>".join(_test(test, failed) for test in row.get("tests", ()))
     cells = (name, row["asks"], state(row), told, mutation.says if mutation else "", tests)

@@ -54,17 +54,26 @@ def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
         "X1": {"asks": "a", "tests": [test]},
         "X2": {"asks": "b", "tests": [test], "missing": "some"},
         "X3": {"asks": "c", "missing": "all"},
+        "X4": {"asks": "d", "advice": "of others", "tests": [test]},
     }
-    assert [coverage.state(row) for row in rows.values()] == ["works", "in part", "not"]
-    assert coverage.mistakes({"X": {"rows": 3}}, rows) == []
+    assert [coverage.state(row) for row in rows.values()] == [
+        "works",
+        "in part",
+        "not",
+        "no feature",
+    ]
+    assert coverage.mistakes({"X": {"rows": 4}}, rows) == []
     rows |= {
         "X4": {"asks": "d"},
+        "X7": {"asks": "f", "advice": "of others", "missing": "all"},
         "X6": {"asks": "e", "tests": [f"{test}_not", "tests/nowhere.py::test_a"], "state": "works"},
     }
     assert coverage.mistakes({"X": {"rows": 5}}, rows) == [
+        "X7: no such row",
         "X6: no such row",
         "X5: not accounted for",
         "X4: neither a test nor a reason",
+        "X7: is no feature, and says how it is here or what is missing",
         "X6: 'state' is no key",
         f"X6: there is no test {test}_not",
         "X6: there is no test tests/nowhere.py::test_a",
