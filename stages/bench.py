@@ -41,7 +41,7 @@ def command(
     """Time ARTIFACT, or a model that is not quantized: first and next token, per batch size.
 
     ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file, and runs as in `generate`.
-    --baseline times a model beside it; --kernels times linears alone.
+    --baseline times a model beside it; --kernels times linears alone; --url times a server.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
@@ -49,17 +49,21 @@ def command(
              quantflow bench work/4-export --prompts book.txt -b 1 8 --results-dir results
              quantflow bench model.Q4_0.gguf -b 1
              quantflow bench work/4-export --num-beams 4
+             quantflow bench --url http://127.0.0.1:8000 -b 1 8 --input-tokens 256
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
     if artifact is not None and kernels:
         raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
-    if artifact is None and not kernels:
-        raise UsageError("bench: nothing to time", "give an artifact, or --kernels")
-    if artifact is None:
+    url = options["url"]
+    if url is not None and kernels:
+        raise UsageError(f"bench: --kernels beside --url {url}", "give one of them")
+    if artifact is None and not kernels and url is None:
+        raise UsageError("bench: nothing to time", "give an artifact, --url, or --kernels")
+    if kernels:
         result = KernelJob(**job_values("bench", KernelJob, options)).run()
         show(result, as_json=as_json, text=kernel_text(result))
         return
-    job = BenchJob(artifact=Path(artifact), **job_values("bench", BenchJob, options))
+    job = BenchJob(artifact=Path(artifact or "."), **job_values("bench", BenchJob, options))
     timed = job.run(ProgressLine(quiet=quiet, bars=bars_wanted()))
     if timed is not None:  # otherwise rank 0 has it
         show(timed, as_json=as_json, text=latency_text(timed))
@@ -105,6 +109,29 @@ def _kernel_row(timing: Mapping[str, Any]) -> Sequence[str]:
 
 def latency_text(result: Mapping[str, Any]) -> str:
     """The result of `bench ARTIFACT`: a summary per batch size, and TGI's benchmark tables."""
+    head = _served(result) if "url" in result else _loaded(result)
+    if "results_file" in result:
+        head.append(f"result: {result['results_file']}")
+    parts = ["\n".join(head)]
+    for length in dict.fromkeys(batch["input_tokens"] for batch in result["batches"]):
+        batches = [batch for batch in result["batches"] if batch["input_tokens"] == length]
+        parts += [_summary(result, batch) for batch in batches]
+        parts += [_parameters(result, length), _latencies(batches), _rates(batches)]
+    if "baseline" in result:
+        parts.append(baseline_text(result))
+    return "\n\n".join(parts)
+
+
+def _served(result: Mapping[str, Any]) -> list[str]:
+    """The first lines about a server."""
+    return [
+        f"{result['artifact']} at {result['url']}: {result['method']}, over HTTP",
+        f"percentiles {result['percentiles']}",
+    ]
+
+
+def _loaded(result: Mapping[str, Any]) -> list[str]:
+    """The first lines about a model that bench loaded."""
     there = result["memory"].get("device_peak_bytes")
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, "
@@ -117,16 +144,7 @@ def latency_text(result: Mapping[str, Any]) -> str:
     ]
     if result["profile"] is not None:
         head.append(f"trace: {result['profile']}")
-    if "results_file" in result:
-        head.append(f"result: {result['results_file']}")
-    parts = ["\n".join(head)]
-    for length in dict.fromkeys(batch["input_tokens"] for batch in result["batches"]):
-        batches = [batch for batch in result["batches"] if batch["input_tokens"] == length]
-        parts += [_summary(result, batch) for batch in batches]
-        parts += [_parameters(result, length), _latencies(batches), _rates(batches)]
-    if "baseline" in result:
-        parts.append(baseline_text(result))
-    return "\n\n".join(parts)
+    return head
 
 
 def baseline_text(result: Mapping[str, Any]) -> str:

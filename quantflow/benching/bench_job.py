@@ -55,7 +55,8 @@ class BenchJob:
 
     Attributes:
         artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a
-            GGUF file.
+            GGUF file; with `url` it is not read.
+        url: address of a running server that is timed instead; the model is its.
         baseline: a model that is timed with the same settings, in a process of its own, as the
             artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
@@ -86,6 +87,13 @@ class BenchJob:
     """
 
     artifact: Path
+    url: str | None = setting(
+        None,
+        flag="--url",
+        metavar="URL",
+        verbs=BENCH,
+        help="Time the server there, which has TGI's routes, instead of ARTIFACT.",
+    )
     baseline: Path | None = setting(
         None,
         flag="--baseline",

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from quantflow import process_memory
+from quantflow.benching import server_speed
 from quantflow.benching.bench_job import PERCENTILES, BenchJob
 from quantflow.benching.energy import package_joules
 from quantflow.benching.generation_speed import (
@@ -56,7 +57,8 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         Settings, the machine's share, and a record per batch size. None on a rank that is not the
         first.
     """
-    job = _with_folders(job, progress)
+    if job.url is None:
+        job = _with_folders(job, progress)
     counts = (*job.batch_sizes, *job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or not job.input_tokens or min(counts) < 1 or job.warmups < 0:
         lengths = ", ".join(map(str, job.input_tokens))
@@ -67,6 +69,8 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         )
     if job.column is not None and job.source is None:
         raise UsageError(f"bench: --column {job.column} without --prompts", "give --prompts")
+    if job.url is not None:
+        return _kept(job, _of_server(job, job.url, progress))
     if job.profile is not None and job.profile_skip >= job.new_tokens:
         raise UsageError(
             f"profile_skip={job.profile_skip} of {job.new_tokens} new tokens leaves nothing to "
@@ -122,9 +126,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "backends": sorted(set(loaded.backends.values())),
         "threads": threads,
         "load_seconds": load_seconds,
-        "percentiles": "of sorted times"
-        if job.ordered
-        else "of times in the order of the runs, as text-generation-benchmark",
+        "percentiles": _order(job),
         "weight_bytes": sum(info.nbytes for info in loaded.artifact.checkpoint.infos.values()),
         "memory": {
             "peak_bytes": max(peaks),
@@ -136,6 +138,38 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "batches": batches,
     }
     return _kept(job, result)
+
+
+def _of_server(job: BenchJob, url: str, progress: Progress) -> dict[str, Any]:
+    """The result for a running server, which says nothing of its memory and threads."""
+    server_speed.check(job)
+    server = server_speed.Server(url)
+    return {
+        "artifact": server.model(),
+        "url": url,
+        "settings": {key: value for key, value in asdict(job).items() if key not in NOT_SETTINGS},
+        "method": _called(job),
+        "percentiles": _order(job),
+        "batches": [
+            _record(
+                job,
+                server_speed.timed(job, server, rows=rows, length=length, progress=progress),
+                [None] * job.runs,
+                rows=rows,
+                length=length,
+            )
+            for length in job.input_tokens
+            for rows in job.batch_sizes
+        ],
+    }
+
+
+def _order(job: BenchJob) -> str:
+    return (
+        "of sorted times"
+        if job.ordered
+        else "of times in the order of the runs, as text-generation-benchmark"
+    )
 
 
 def _with_folders(job: BenchJob, progress: Progress) -> BenchJob:
@@ -347,6 +381,18 @@ def _batch(
         if index >= job.warmups:
             runs.append(timed)
             joules.append(None if before is None else before.since())
+    return _record(job, runs, joules, rows=rows, length=length)
+
+
+def _record(
+    job: BenchJob,
+    runs: Sequence[TimedRun],
+    joules: Sequence[float | None],
+    *,
+    rows: int,
+    length: int,
+) -> dict[str, Any]:
+    """The record of a batch size and a length."""
     steps = [seconds for run in runs for seconds in run.step_seconds]
     decode = [sum(run.step_seconds) for run in runs if run.step_seconds]
     per_token = [sum(run.step_seconds) / len(run.step_seconds) for run in runs if run.step_seconds]

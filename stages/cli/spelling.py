@@ -125,6 +125,8 @@ VALUES: Values = {
 TRUTH = {"t": True, "true": True, "f": False, "false": False}
 # own flags that have a truth after them elsewhere
 TRUTHS = frozenset({"--ignore-eos"})
+# options beside which there is no artifact
+ALONE = frozenset({"--url", "--kernels"})
 
 
 @dataclass(frozen=True)
@@ -421,7 +423,7 @@ class _Reader:
         if artifact and texts:
             for place in reversed(self.texts):
                 self.words[place : place + 1] = [texts, self.words[place]]
-        elif not artifact and not self.texts and self.last is not None:
+        elif not (artifact or self.texts or self.last is None or ALONE & self.names):
             last = self.words.pop(self.last)  # `--prompt TEXT ARTIFACT`
             del self.words[self.last - 1]
             self.words.append(last)

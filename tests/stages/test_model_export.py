@@ -63,7 +63,7 @@ def test_a_models_dtype_is_changed_where_one_is_given(llama, tmp_path):
         (("--measure-inputs",), "measure_inputs True beside format compressed-tensors"),
         (("--dtype", "int8"), "dtype 'int8' is unknown"),
         (("--shard-size", "0"), "size '0'"),
-        (("--model", "other"), "--model other beside"),
+        (("--model", "examples/tiny-llama"), "--model examples/tiny-llama beside"),
     ],
 )
 def test_what_a_model_cannot_be_written_with_is_refused(llama, tmp_path, words, cause, capsys):
