@@ -72,8 +72,8 @@ ALLOWED = {
     "quantflow/unifying/unify.py": ({"amax"}, "a key of unify's record of outliers, on disk"),
     "stages/plan.py": ({"tune"}, "a key of the plan's JSON"),
     "stages/cli/other_programs.py": (
-        {"gptq", "rtn"},
-        "words of --algorithm in a command line, as other programs' options become",
+        {"gptq", "rtn", "inc"},
+        "words of --algorithm and --format in a command line, as other programs' options become",
     ),
     "stages/cli/quant_config_layer.py": (
         {"amax", "channel_amax"},
