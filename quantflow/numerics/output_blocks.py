@@ -61,15 +61,15 @@ def scale_(sums: Tensor, factors: Tensor) -> Tensor:
     return sums
 
 
-def shrink_(sums: Tensor) -> Tensor:
-    """Add the mean of its diagonal to the diagonal of every block, in place, and return the sums.
+def shrink_(sums: Tensor, *, share: float = 1.0) -> Tensor:
+    """Add a share of its mean to the diagonal of every block, in place, and return the sums.
 
     It is to gradients of few tokens what `shrink_` of a Hessian is to their inputs
     (quantflow/observers/hessian.py). A block of zeros stays zero.
     """
     for rows in blocks(sums.shape[0]):
         diagonal = block_of(sums, rows).diagonal()
-        diagonal += diagonal.double().mean().to(sums.dtype)
+        diagonal += (share * diagonal.double().mean()).to(sums.dtype)
     return sums
 
 

@@ -4,7 +4,7 @@ The policies, and how many tokens are too few, are in quantflow/planning/experts
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Treatment:
         decisions: linear -> its note.
         few: linears of experts that the router sent too few tokens, whatever the policy showed
             them. Gradients are those of routed tokens alone, so theirs say little.
+        tokens: linear of an expert -> tokens that the router sent to it; empty where nobody
+            counted.
     """
 
     statistics: Statistics
@@ -64,6 +66,7 @@ class Treatment:
     damped: frozenset[str]
     decisions: Mapping[str, str]
     few: frozenset[str] = frozenset()
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def routed_tokens(measurement: Measurement | None, layer: Layer) -> dict[str, int] | None:
