@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ.get("OLDEST_ENV") or None
 MODULES = """
 import importlib, pkgutil, quantflow
-OPTIONAL = ("langchain_core", "lm_eval")  # of extras
+OPTIONAL = ("langchain_core", "lm_eval", "triton")  # of extras
 for module in pkgutil.walk_packages(quantflow.__path__, "quantflow."):
     if module.name != "quantflow.__main__":
         try:
