@@ -165,7 +165,8 @@ def _rows(weight: QTensor, rows: slice | Tensor) -> QTensor:
     """Some rows of a quantized weight."""
     grid = _grid_rows(Grid(scale=weight.scale, zero_point=weight.zero_point, zero_groups=0), rows)
     return QTensor(
-        qvalue=weight.qvalue[rows],
+        # as bytes: torch 2.8 takes no rows of float8
+        qvalue=weight.qvalue.view(torch.int8)[rows].view(weight.qvalue.dtype),
         scale=grid.scale,
         zero_point=grid.zero_point,
         scheme=weight.scheme,
