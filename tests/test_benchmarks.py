@@ -879,12 +879,14 @@ def test_a_soak_names_what_a_server_did_not_keep(part):
         "finished",
     )
     kept = dict.fromkeys(names, 0.0) | {"submitted": 5.0, "finished": 5.0}
-    level = soak.Seen(memory=[(when, 500) for when in range(0, 100, 2)])
+    level = soak.Seen(memory=[(when, 500) for when in range(0, 1000, 20)])
     grown = soak.Seen(
-        memory=[(when, 500 + 2 * when) for when in range(0, 100, 2)], faults=["generate: 500: b''"]
+        memory=[(when, 500 + when / 5) for when in range(0, 1000, 20)],
+        faults=["generate: 500: b''"],
     )
-    assert soak.judge(level, kept, seconds=100, growth=0.1) == []
-    faults = soak.judge(grown, kept | {"pool_used": 2.0, "submitted": 6.0}, seconds=100, growth=0.1)
+    left = kept | {"pool_used": 2.0, "submitted": 6.0}
+    assert soak.judge(level, kept, seconds=1000, growth=0.1) == []
+    faults = soak.judge(grown, left, seconds=1000, growth=0.1)
     assert faults[0] == "generate: 500: b''" and "pool_used is 2 at the end" in faults
     assert (
         any(text.startswith("requests: ") for text in faults)

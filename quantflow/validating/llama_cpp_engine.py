@@ -31,7 +31,8 @@ def binding() -> ModuleType:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedError(
-            f"--engine {ENGINE}: {error}", "pip install llama-cpp-python beside quantflow"
+            f"--engine {ENGINE}: {error}",
+            "install llama-cpp-python in the environment of quantflow",
         ) from error
     module: ModuleType = llama_cpp
     return module

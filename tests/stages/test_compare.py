@@ -197,7 +197,7 @@ def test_without_llama_cpp_its_engine_is_refused_by_name(
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     words = ("--engine", "llama.cpp", "--text", text_files["heldout"], "-o", tmp_path / "c")
     assert run("compare", llama, artifacts["gguf"], *words) == 6
-    assert "pip install llama-cpp-python" in capsys.readouterr().err
+    assert "install llama-cpp-python in the environment" in capsys.readouterr().err
 
 
 def test_a_base_alone_is_written_and_a_lost_one_is_made_again(llama, text_files, tmp_path, capsys):

@@ -565,7 +565,7 @@ def test_a_model_that_cannot_be_written_is_refused_and_nothing_is_left(
     [
         (("--format", "gguf", "--dtype", "bf61"), "dtype 'bf61' of format gguf is unknown"),
         (("--format", "gguf", "--model", "x"), "--model x beside format gguf"),
-        (("--dtype", "f16"), "dtype f16 beside format compressed-tensors"),
+        (("--format", "gguf", "--shard-size", "1MB"), "shard_size 1MB beside format gguf"),
         (("--format", "gguf", "--max-disk", "10KB"), "--max-disk is 10KB"),
     ],
 )

@@ -571,7 +571,7 @@ def test_without_json_several_texts_stand_between_blank_lines(artifact, generate
         (("--prompt", "x", "--force-words", "y"), "generate: force_words without beams"),
         (("--prompt", "x", "--merge-adapter"), "generate: merge without an adapter"),
         (("--prompt", "x", "--batch-size", 0), "batch_size=0"),
-        (("--prompt", "x", "--max-input-tokens", 0), "max_input_tokens=0"),
+        (("--prompt", "x", "--max-input-tokens", -2), "max_input_tokens=-2"),
         (("--prompt", "x", "--penalty-alpha", 0.5, "--top-k", 1), "top_k=1 with penalty_alpha"),
         (("--prompt", "x", "--num-return-sequences", 2), "returned=2: 1 sequences differ"),
     ],
@@ -655,6 +655,8 @@ def test_a_length_counts_the_prompt_and_holds_for_each_row(generate, artifact):
 
 def test_several_texts_follow_one_option_and_a_limit_of_minus_one_keeps_all(generate):
     once = generate("--prompt", *PROMPTS, "--max-new-tokens", 4, "--max-input-tokens", -1)
+    zero = generate("--prompt", *PROMPTS, "--max-new-tokens", 4, "--max-input-tokens", 0)
+    assert {**zero, "timing": None} == {**once, "timing": None}
     assert once["outputs"] == generate(*given(), "--max-new-tokens", 4)["outputs"]
     assert "max_input_tokens=x\n" in generate(*given(), "--max-input-tokens", "x", code=2)
 

@@ -451,7 +451,7 @@ def test_what_cannot_be_timed_is_refused(artifact, capsys, arguments, told):
 def test_without_an_artifact_there_is_nothing_to_time(capsys):
     assert run("bench") == 2
     assert (
-        "bench: nothing to time; give an artifact, or --kernels"
+        "bench: nothing to time; give an artifact, --url, or --kernels"
         in capsys.readouterr().err.replace("\n  fix: ", "; ")
     )
 

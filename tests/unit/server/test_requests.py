@@ -94,7 +94,7 @@ FIELDS = {
     "prompt": (TEXT, {"prompt": ""}),
     "logprobs": (TEXT, {"prompt": "def", "logprobs": 21}),
     "best_of": (TEXT, {"prompt": "def", "best_of": 99}),
-    "stop": (TEXT, {"prompt": "def", "stop": list("abcdefg")}),
+    "stop": (TEXT, {"prompt": "def", "stop": [f"{i}" for i in range(65)]}),
 }
 
 
