@@ -27,13 +27,22 @@ OTHER_SUMS = "not test_a_smaller_cache_gives"
 BEYOND = "AddressSanitizer: (heap-buffer-overflow|unknown-crash)"
 
 
-def sanitizer() -> str | None:
-    """Return the compiler's libasan, None where it has none."""
+def library_of(name: str) -> str | None:
+    """Return a library of the compiler's, None where it has none of this name."""
     compiler = os.environ.get("CC", "gcc")
     found = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return found if Path(found).is_absolute() and Path(found).exists() else None
+
+
+def sanitizer() -> str | None:
+    """Return what is loaded first: libasan, and the library whose exceptions it watches.
+
+    Without the second one libasan ends the process at torch's first exception.
+    """
+    libraries = [library_of(name) for name in ("libasan.so", "libstdc++.so.6")]
+    return None if libraries[0] is None else " ".join(filter(None, libraries))
 
 
 def checked(arguments, tmp_path):
@@ -75,8 +84,8 @@ x = torch.zeros(16)
 
 
 NULL = "compiled().add_norm(x.data_ptr(), None, _Norm(), _Norm(), None, 1, 16, 1e-5, 0, 1.0, 0)"
-EMPTY = "compiled().gate(x.data_ptr(), x.data_ptr(), 1, 0, 0, 1)"
-OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8, 0, 1)"
+EMPTY = "compiled().gate(x.data_ptr(), x.data_ptr(), 1, 0, 0, 1, 1.0, 0.0)"
+OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8, 0, 1, 1.0, 0.0)"
 
 
 @pytest.mark.slow
