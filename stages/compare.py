@@ -6,14 +6,11 @@ Resumes  a comparison of the same inputs is left alone; one that was stopped goe
 Fails    3 a text, a base or a candidate that cannot be used; 5 too little memory or disk
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quantflow.files.outputs import beside
-from quantflow.sources.models import is_on_hub
 from quantflow.stages.cli.options import (
     FOLDER,
     QUIET,
@@ -83,12 +80,7 @@ def command(
         force=force,
         **job_values("compare", CompareJob, options),
     )
-    if output is None:
-        name = Path(source).name
-        folder = Path(f"{name}-compare") if is_on_hub(source) else beside(source, "-compare")
-        job = replace(job, output=folder)
-    assert job.output is not None
-    with reporting(options, job.output) as progress:
+    with reporting(options, job.folder) as progress:
         result = job.run(progress)
     parts = []
     if result.values["candidates"]:

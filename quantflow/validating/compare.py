@@ -35,7 +35,7 @@ from quantflow.exporting.canary import rounder
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import digest_of, read_json
 from quantflow.files.digests import Digests
-from quantflow.files.outputs import beside, output_folder
+from quantflow.files.outputs import output_folder
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp.logits_base import (
     LogitsBase,
@@ -60,7 +60,7 @@ from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, is_model, open_folder
 from quantflow.shipped import EVALUATION
-from quantflow.sources.models import SUFFIX, is_on_hub, model_folder
+from quantflow.sources.models import SUFFIX, model_folder
 from quantflow.validating import llama_cpp_engine
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.compare_job import CompareJob, CompareResult
@@ -135,7 +135,7 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
         raise UsageError(f"compare: --write-base of {job.source}, a base itself", "give its model")
     reads: dict[str, str | Path | None] = {"the source": job.source}
     reads |= {f"the candidate {each}": each for each in job.candidates}
-    job = replace(job, output=output_folder(_output(job), reads=reads))
+    job = replace(job, output=output_folder(job.folder, reads=reads))
     assert job.output is not None
     text = None if is_base else _text(job, progress)
     opened = partial(_side, job=job, device=device, progress=progress)
@@ -161,13 +161,6 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
             write_pages(folder, values)
         disk.remove_tree(layer_store.scratch(job.output))
     return CompareResult(folder=job.output, values=values)
-
-
-def _output(job: CompareJob) -> Path:
-    if job.output is not None:
-        return job.output
-    name = f"{job.source.name}-compare"
-    return Path(name) if is_on_hub(job.source) else beside(job.source, "-compare")
 
 
 def _text(job: CompareJob, progress: Progress) -> Path:

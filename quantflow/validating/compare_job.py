@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from quantflow.errors import UsageError
+from quantflow.files.outputs import beside
 from quantflow.planning.recipe import Compute, Resources
 from quantflow.progress import SILENT, Progress
 from quantflow.settings import check_numbers, setting
+from quantflow.sources.models import is_on_hub
 
 COMPARE = ("compare",)
 
@@ -93,3 +95,12 @@ class CompareJob:
         from quantflow.validating.compare import run
 
         return run(self, progress)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is written; here for a source on the hub."""
+        if self.output is not None:
+            return self.output
+        if is_on_hub(self.source):
+            return Path(f"{self.source.name}-compare")
+        return beside(self.source, "-compare")

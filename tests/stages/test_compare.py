@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.formats.llama_cpp.logits_base import open_logits_base
 from quantflow.progress import SILENT
+from quantflow.validating.compare_job import CompareJob
 from tests.shared import run
 
 WORDS = ("--tokens", "400", "--sequence-length", "48")
@@ -219,6 +221,13 @@ def test_the_source_itself_has_no_divergence(llama, text_files, tmp_path, capsys
     assert row["metrics"]["mean_kld"]["value"] == 0
     assert row["metrics"]["top1_agreement"]["value"] == 1
     assert "nothing to draw" in (tmp_path / "c/compare.svg").read_text()
+
+
+def test_the_page_stands_beside_its_source_or_here():
+    job = partial(CompareJob, candidates=(Path("a"),))
+    assert job(source=Path("work/models/llama")).folder == Path("work/models/llama-compare")
+    assert job(source=Path("org/llama-of-nobody")).folder == Path("llama-of-nobody-compare")
+    assert job(source=Path("work/models/llama"), output=Path("o")).folder == Path("o")
 
 
 def test_what_cannot_be_compared_is_refused_before_a_layer_runs(
