@@ -68,6 +68,7 @@ def run(
         "an adapter": job.adapter is not None,
         "disk_offload": job.disk_offload,
         "torch_compile": job.torch_compile,
+        "mtp": job.mtp is not None,
     }
     world = rank_processes.world_of(
         "generate", job.ranks, trusted=job.trust_network, without=without

@@ -24,7 +24,7 @@ from quantflow.runtime import operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.latent_attention import latent_products
+from quantflow.runtime.latent_attention import LatentOutput, latent_products
 from quantflow.runtime.operations import (
     NO_NORM,
     DecoderBlock,
@@ -36,7 +36,7 @@ from quantflow.runtime.operations import (
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.ranks.tensor_parallel import Ranks
-from quantflow.runtime.routed_experts import ExpertProjections, RoutedExperts
+from quantflow.runtime.routed_experts import Exchange, ExpertProjections, RoutedExperts
 from quantflow.runtime.row_adapters import RowAdapters
 
 
@@ -114,6 +114,8 @@ class LeanDecoder:
         reason, blueprint = why_not(artifact), architecture.read(artifact.checkpoint.config)
         if reason is not None or isinstance(blueprint, str):
             raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
+        if ranks is not None:
+            blueprint = ranks.blueprint
         self.vocab_size = blueprint.vocab_size
         self.positions = blueprint.positions
         self.device = artifact.device
@@ -490,18 +492,41 @@ def _order_of_heads(blueprint: Blueprint) -> Tensor | None:
 def _put_together(
     block: DecoderBlock, blueprint: Blueprint, index: int, ranks: Ranks
 ) -> DecoderBlock:
-    """The block with two products, output and down, that gather the parts of all ranks."""
+    """The block whose last products, output and down or the experts, gather the parts of all ranks.
+
+    Norms of all heads at once are taken before the products' outputs are the rank's again.
+    """
     names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
-    qkv, output, up, down = block.products
-    output = ranks.across(output, f"{prefix}.{names.qkv[0]}", f"{prefix}.{names.output}")
-    return replace(
-        block,
-        products=(
-            qkv,
-            output,
-            up,
-            ranks.across(down, f"{prefix}.{names.up[0]}", f"{prefix}.{names.down}"),
-        ),
+    qkv, output, *mlp = block.products
+    name = f"{prefix}.{names.output}"
+    if isinstance(output, LatentOutput):
+        output = replace(output, output=ranks.attention(output.output, name))
+    else:
+        output = ranks.attention(output, name)
+    if blueprint.heads.whole_norms:
+        qkv = ranks.with_whole_norms(qkv, block.q_norm, block.k_norm)
+        block = replace(block, q_norm=NO_NORM, k_norm=NO_NORM)
+    if mlp:
+        up, down = mlp
+        mlp = [up, ranks.across(down, f"{prefix}.{names.up[0]}", f"{prefix}.{names.down}")]
+    experts = block.experts
+    if isinstance(experts, RoutedExperts):
+        experts = replace(experts, exchange=_exchange(blueprint, prefix, ranks))
+    return replace(block, products=(qkv, output, *mlp), experts=experts)
+
+
+def _exchange(blueprint: Blueprint, prefix: str, ranks: Ranks) -> Exchange:
+    """The exchange of a layer's experts; `prefix` is the layer's name."""
+    names = blueprint.mixture
+    assert names is not None  # the layer is sparse
+    place, shared = f"{prefix}.{names.block}.experts.0", None
+    if names.shared:
+        shared = f"{prefix}.{names.shared_block or names.block}.{names.shared[0]}"
+    inner = ranks.all_of(f"{place}.{names.linears[0]}")
+    return Exchange(
+        inner=inner,
+        shared_inner=inner if shared is None else ranks.all_of(shared),
+        outputs=ranks.all_of(f"{place}.{names.linears[-1]}"),
     )
 
 

@@ -31,6 +31,21 @@ _SCORES = tuple(RouterScores)  # decode.c's `enum scores`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """What ranks that hold some rows of every expert give each other.
+
+    Attributes:
+        inner, shared_inner: from the rank's inputs of `down` to those of all ranks, of the experts
+            and of the shared one.
+        outputs: from the rank's features of what the mixture puts out to all.
+    """
+
+    inner: Callable[[Tensor], Tensor]
+    shared_inner: Callable[[Tensor], Tensor]
+    outputs: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExperts:
     """The experts of a layer.
 
@@ -42,6 +57,8 @@ class RoutedExperts:
         correction: added to the scores where experts are chosen, float32 [E]; None: nothing.
         shared: the expert of every token; None: there is none.
         shared_score: from x to the logit of the shared expert's weight, [N, 1]; None: it counts 1.
+        exchange: with the ranks that hold the other rows of the experts; None: this process holds
+            all.
     """
 
     router: Projection
@@ -51,13 +68,16 @@ class RoutedExperts:
     correction: Tensor | None = None
     shared: ExpertProjections | None = None
     shared_score: Projection | None = None
+    exchange: Exchange | None = None
 
     @functools.cached_property
     def structure(self) -> ctypes.Structure | None:
         """The mixture as decode.c runs it; None where Python has to call a product.
 
-        All experts are then of one shape, and all quantized for kernels.c or none.
+        All experts are then of one shape, all quantized for kernels.c or none, and all here.
         """
+        if self.exchange is not None:
+            return None
         every_token = [self.router, *(self.shared or ()), self.shared_score]
         others = [each for each in every_token if each is not None]
         linears: list[Any] = [linear for expert in self.experts for linear in expert]
@@ -143,14 +163,24 @@ class RoutedExperts:
             structure, native.address(numbers), rows, *map(native.address, (first, slots, rows_of))
         )
         sorted_x, bounds = x[rows_of], first.tolist()  # [N k, H]
-        for (up, down), begin, end in zip(self.experts, bounds, bounds[1:], strict=False):
-            if begin < end:
-                sorted_x[begin:end] = down(gate(up(sorted_x[begin:end])))
+        called = [
+            (expert, begin, end)
+            for expert, begin, end in zip(self.experts, bounds, bounds[1:], strict=False)
+            if begin < end
+        ]
+        # `gate` puts its output where the next call does
+        inner = torch.cat([gate(up(sorted_x[begin:end])).clone() for (up, _), begin, end in called])
+        if self.exchange is not None:
+            inner = self.exchange.inner(inner)  # [N k, I]
+        of_experts = torch.cat([down(inner[begin:end]) for (_, down), begin, end in called])
         shared = score = None
         if self.shared is not None:
             up, down = self.shared
-            shared = down(gate(up(x)))
+            inner = gate(up(x))
+            shared = down(inner if self.exchange is None else self.exchange.shared_inner(inner))
             score = None if self.shared_score is None else self.shared_score(x)
-        parts = (sorted_x, weights, slots, shared, score, out)
-        c.combine(structure, *map(native.address, parts), rows, x.shape[1])
-        return out
+        width = of_experts.shape[1]  # a rank puts out some features
+        out = out if width == x.shape[1] else torch.empty(rows, width)
+        parts = (of_experts, weights, slots, shared, score, out)
+        c.combine(structure, *map(native.address, parts), rows, width)
+        return out if self.exchange is None else self.exchange.outputs(out)

@@ -251,6 +251,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path,
             ("--ranks", "2", "--disk-offload"),
             "generate: 2 ranks with disk_offload; leave one of them out",
         ),
+        (("--ranks", "2", "--mtp", "2"), "generate: 2 ranks with mtp; leave one of them out"),
         (
             ("--ranks", "2", "--device", "cuda"),
             "generate: 2 ranks with device cuda; leave one of them out",
@@ -266,7 +267,7 @@ def test_what_ranks_cannot_do_is_refused_before_one_is_started(
     monkeypatch.setattr(rank_processes, "launch", never)
     assert run("generate", artifact, "--prompt", "x", *arguments) == 2
     assert told in capsys.readouterr().err.replace("\n  fix: ", "; ")
-    if arguments[2:3] not in (("--adapter",), ("--disk-offload",)):
+    if arguments[2:3] not in (("--adapter",), ("--disk-offload",), ("--mtp",)):
         assert run("bench", artifact, *arguments) == 2
         assert told.replace("generate", "bench") in capsys.readouterr().err.replace(
             "\n  fix: ", "; "
@@ -290,7 +291,7 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(
         run(
             "quantize",
             "--no-export",
-            family_model("gpt_neox"),
+            family_model("codegen"),
             "-o",
             tmp_path / "2",
             "--scheme",
@@ -302,7 +303,10 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(
     assert run("export", tmp_path / "2", "-o", tmp_path / "4", "-q") == 0
     capsys.readouterr()
     assert run("generate", tmp_path / "4", "--prompt", "x", "--ranks", "2") == 6
-    assert "2 ranks share layers like Llama's, not those of gpt_neox" in capsys.readouterr().err
+    assert (
+        "2 ranks share the lean decoder: it does not know the layers of codegen"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -4,26 +4,33 @@
     o             takes all heads, gathered; gives some features of the hidden state, gathered
     gate, up      some rows, and silu(gate) * up of them
     down          takes all of these, gathered; gives some features, gathered
+    experts       gate, up and down as above, of every expert; the weighted sum of a token's
+                  experts is taken over a rank's features, and gathered
     head          some rows of the vocabulary: logits, gathered
     embedding     some rows: the rank that has a token's row gives it
 
 Nothing is added up between processes. Each output is one process's sum over the whole input, in the
 order in which a single process sums it, so as far as an output of a kernel does not depend on which
 others are computed beside it (none of ours does), the logits have the bits of one process on any
-number of ranks and with any scheme (torch promises less; it multiplies matrices that are not
-quantized by many rows): scales of tokens and of static inputs, groups of columns, scales of whole
-rows are what they are without a cut. The usual cut, o and down by columns, sums up twice a layer in
-an order of its own and gives each rank another input to quantize; this one puts together four times
-a layer. What lies between the matrices every rank computes for itself.
+number of ranks and with any scheme: scales of tokens and of static inputs, groups of columns,
+scales of whole rows are what they are without a cut. The usual cut, o and down by columns, sums up
+twice a layer in an order of its own and gives each rank another input to quantize; this one puts
+together four times a layer. What lies between the matrices every rank computes for itself.
+
+Routers are whole in every rank, so all ranks choose the same experts. So are the linears from the
+hidden state to the latents of multi-head latent attention, whose cache has one kv head: each rank
+holds all latents, and its own heads' way to and from them.
 
 Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and
-shapes of its rows. Key and value heads that are fewer than the ranks are held by several. Source of
-the usual cut: Shoeybi et al. 2019, "Megatron-LM", section 3.
+shapes of its rows. A linear that holds several (q, k and v; gate and up) is several of these first.
+Key and value heads that are fewer than the ranks are held by several. Source of the usual cut:
+Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,12 +39,12 @@ from torch.nn import functional
 from quantflow.backends.backend import Case
 from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.safetensors_header import DTYPE_BITS, TensorInfo
 from quantflow.formats import compressed_tensors
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint
-from quantflow.models.graph import UNTRACED
-from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.artifact import Artifact, RunnableLinear
+from quantflow.runtime.operations import Norm, normalized
 
 Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank
 TensorFunction = Callable[[Tensor], Tensor]
@@ -52,7 +59,8 @@ class Ranks:
     """A rank's share of an artifact, and the functions that gather the outputs of all ranks.
 
     Attributes:
-        artifact: the share; its configuration counts the rank's heads.
+        artifact: the share.
+        blueprint: the model with the rank's heads; a linear that held several is those.
     """
 
     def __init__(self, artifact: Artifact, communicator: Communicator) -> None:
@@ -63,10 +71,36 @@ class Ranks:
             communicator: to the other ranks.
 
         Raises:
+            UnsupportedError: see `spans_of`.
             UsageError: it cannot be cut over so many ranks; names the sizes that can be.
         """
-        self._communicator, self._spans = communicator, spans_of(artifact, communicator.world)
-        self.artifact = _share(artifact, self._spans, communicator.rank)
+        rank, world = communicator.rank, communicator.world
+        whole, blueprint = _taken_apart(artifact, world)
+        self._communicator, self._spans = communicator, _fitting_spans(whole, blueprint, world)
+        self.artifact = _share(whole, blueprint, self._spans, rank=rank, world=world)
+        heads, latent = blueprint.heads, blueprint.latent
+        own = replace(
+            heads,
+            num_heads=heads.num_heads // world,
+            num_kv_heads=_kv_heads(blueprint, world)[rank][1],
+        )
+        self.blueprint = replace(blueprint, heads=own)
+        # kv heads, in order, each from the first rank that holds it
+        self._first_holders = [
+            index
+            for index, (first, _) in enumerate(_kv_heads(blueprint, world))
+            if index == 0 or first != _kv_heads(blueprint, world)[index - 1][0]
+        ]
+        self._attended = own.num_heads * (heads.head_dim if latent is None else latent.value)
+
+    def attention(self, product: TensorFunction, name: str) -> TensorFunction:
+        """The function from what the rank's heads attended to, to all features of the hidden state.
+
+        Args:
+            product: attention's last linear, from all heads to the rank's rows.
+            name: name of that linear.
+        """
+        return self._across(product, [self._attended] * self._communicator.world, name)
 
     def across(self, product: TensorFunction, feeder: str, name: str) -> TensorFunction:
         """The function from the rank's part of an input to all features of a linear.
@@ -76,9 +110,48 @@ class Ranks:
             feeder: name of the linear whose rows are cut as the input is.
             name: name of the linear.
         """
-        inputs = self._widths(feeder)
+        return self._across(product, self._widths(feeder), name)
+
+    def _across(self, product: TensorFunction, inputs: Sequence[int], name: str) -> TensorFunction:
         whole = self.joined(product, name)
         return lambda x: whole(self._gather(x, inputs))
+
+    def all_of(self, name: str) -> TensorFunction:
+        """The function from the rank's outputs of the linear `name` to those of all ranks."""
+        widths = self._widths(name)
+        return lambda x: self._gather(x, widths)
+
+    def with_whole_norms(
+        self, product: TensorFunction, q_norm: Norm, k_norm: Norm
+    ) -> TensorFunction:
+        """The function to the rank's queries, keys and values, with norms over those of all ranks.
+
+        Args:
+            product: function to the rank's queries, keys and values.
+            q_norm: norm of all queries of a token.
+            k_norm: norm of all its keys.
+        """
+        heads, rank = self.blueprint.heads, self._communicator.rank
+        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        first_key = self._first_holders.index(
+            max(holder for holder in self._first_holders if holder <= rank)
+        )
+
+        def normed(x: Tensor) -> Tensor:
+            own = product(x)
+            parts = self._communicator.gather(own[:, : queries + keys].contiguous())
+            side_by_side = parts.transpose(0, 1)  # [N, ranks, queries + keys]
+            all_queries = side_by_side[:, :, :queries].reshape(len(x), -1)
+            all_keys = side_by_side[:, self._first_holders, queries:].reshape(len(x), -1)
+            own[:, :queries] = normalized(all_queries, q_norm, heads.eps)[
+                :, rank * queries : (rank + 1) * queries
+            ]
+            own[:, queries : queries + keys] = normalized(all_keys, k_norm, heads.eps)[
+                :, first_key * keys : (first_key + 1) * keys
+            ]
+            return own
+
+        return normed
 
     def joined(self, product: TensorFunction, name: str) -> TensorFunction:
         """The function to all rows of the linear `name`, from one to the rank's rows."""
@@ -138,34 +211,26 @@ class Ranks:
 
 
 def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
-    """The rows of each rank, for each linear and the embedding: source name -> spans.
+    """The rows of each rank, for each linear that is cut and the embedding: source name -> spans.
 
-    Source names come without `.weight`.
+    Source names come without `.weight`. The linears that one linear holds have its name and a
+    number.
 
     Args:
         artifact: whole artifact, of a family that the lean decoder runs.
         world: number of ranks.
 
     Raises:
-        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears
-            of their own; or another program quantized it.
+        UnsupportedError: a family that the lean decoder does not run; another program quantized it;
+            linears within one lie in one block of scales.
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do,
             up to one per head.
     """
-    kind = artifact.checkpoint.config.get("model_type")
-    blueprint = architecture.read(artifact.checkpoint.config)
-    if kind not in UNTRACED or UNTRACED[kind].residual is None or isinstance(blueprint, str):
-        raise UnsupportedError(
-            f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out"
-        )
-    if artifact.linears and artifact.layout is not compressed_tensors:
-        cause = (
-            f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's "
-            "folder"
-        )
-        raise UnsupportedError(
-            cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out"
-        )
+    return _fitting_spans(*_taken_apart(artifact, world), world)
+
+
+def _fitting_spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans]:
+    """The spans of an artifact whose linears are apart; see `spans_of`."""
     spans = _spans(artifact, blueprint, world)
     if isinstance(spans, str):
         counts = range(1, blueprint.heads.num_heads + 1)
@@ -178,35 +243,196 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
     return spans
 
 
+@dataclass
+class _Headers:
+    """Headers of tensors, and linears, in which a linear becomes some of its rows.
+
+    Attributes:
+        tensors, linears: as in `Checkpoint` and `Artifact`.
+    """
+
+    tensors: dict[str, tuple[str, TensorInfo]]
+    linears: dict[str, RunnableLinear]
+
+    def cut_(self, name: str, rows: Sequence[tuple[str, int, int]]) -> None:
+        """Put linears of some rows in the place of a linear or the embedding.
+
+        Args:
+            name: source name.
+            rows: name, first row and number of rows of each.
+        """
+        whole = self.linears.pop(name, None)
+        keys = [f"{name}.weight"]
+        if whole is not None:
+            keys = [*compressed_tensors.tensor_names(name, whole.scheme)]
+        keys += [key for key in (f"{name}.bias",) if key in self.tensors]
+        old = {key: self.tensors.pop(key) for key in keys}
+        for part, first, count in rows:
+            pieces = {key: (first, count) for key in (f"{name}.weight", f"{name}.bias")}
+            if whole is not None:
+                pieces |= compressed_tensors.row_spans(name, whole.scheme, first=first, count=count)
+                elsewhere = whole.elsewhere + whole.shape[0] - count
+                self.linears[part] = replace(
+                    whole, shape=(count, whole.shape[1]), elsewhere=elsewhere
+                )
+            for key, (file, info) in old.items():
+                if key in pieces:
+                    info = _some_rows(info, *pieces[key])
+                self.tensors[f"{part}{key.removeprefix(name)}"] = file, info
+
+    def cut_tensor_(self, key: str, first: int, count: int) -> None:
+        """Let a tensor be some of its rows."""
+        file, info = self.tensors[key]
+        self.tensors[key] = file, _some_rows(info, first, count)
+
+    def of(self, artifact: Artifact) -> Artifact:
+        """The artifact with these headers."""
+        checkpoint = replace(artifact.checkpoint, tensors=self.tensors)
+        return replace(artifact, checkpoint=checkpoint, linears=self.linears)
+
+
+def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
+    """The artifact and its model with a linear for each of those that one linear holds.
+
+    Raises:
+        UnsupportedError: see `spans_of`.
+    """
+    kind = artifact.checkpoint.config.get("model_type")
+    blueprint = architecture.read(artifact.checkpoint.config)
+    if isinstance(blueprint, str):
+        raise UnsupportedError(
+            f"{world} ranks share what the lean decoder runs, not {kind}: {blueprint}",
+            "leave --ranks out",
+        )
+    if artifact.linears and artifact.layout is not compressed_tensors:
+        cause = (
+            f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's "
+            "folder"
+        )
+        raise UnsupportedError(
+            cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out"
+        )
+    names, heads, mixture = blueprint.names, blueprint.heads, blueprint.mixture
+    headers = _Headers(dict(artifact.checkpoint.tensors), dict(artifact.linears))
+
+    def apart(prefix: str, name: str, sizes: Sequence[int]) -> None:
+        whole = f"{prefix}.{name}"
+        edges, unit = [*accumulate(sizes, initial=0)], _unit(artifact, whole)
+        if whole in artifact.linears and any(edge % unit for edge in edges[:-1]):
+            raise UnsupportedError(
+                f"{world} ranks: {whole}: linears of {', '.join(map(str, sizes))} rows, whose "
+                f"scales are of {unit} rows",
+                "leave --ranks out",
+            )
+        headers.cut_(whole, [*zip(_parts(whole, len(sizes)), edges, sizes, strict=False)])
+
+    fused = len(names.qkv) == 1 and not blueprint.by_head and blueprint.latent is None
+    gated = blueprint.form.gated
+    for index in range(blueprint.layers):
+        prefix = f"{names.layers}.{index}"
+        if fused:
+            counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+            apart(prefix, names.qkv[0], [count * heads.head_dim for count in counts])
+        if gated and len(names.up) == 1 and not blueprint.sparse[index]:
+            half = _rows(artifact, f"{prefix}.{names.up[0]}") // 2
+            apart(prefix, names.up[0], [half, half])
+        if gated and mixture is not None and len(mixture.shared) == 2 and blueprint.sparse[index]:
+            place = f"{prefix}.{mixture.shared_block or mixture.block}"
+            half = _rows(artifact, f"{place}.{mixture.shared[0]}") // 2
+            apart(place, mixture.shared[0], [half, half])
+    if fused:
+        names = replace(names, qkv=_parts(names.qkv[0], 3))
+    if gated and len(names.up) == 1:
+        names = replace(names, up=_parts(names.up[0], 2))
+    if gated and mixture is not None and len(mixture.shared) == 2:
+        mixture = replace(mixture, shared=(*_parts(mixture.shared[0], 2), mixture.shared[1]))
+    return headers.of(artifact), replace(blueprint, names=names, mixture=mixture)
+
+
+def _parts(name: str, count: int) -> tuple[str, ...]:
+    """The names of the linears that one linear holds."""
+    return tuple(f"{name}.{number}" for number in range(count))
+
+
+def _kv_heads(blueprint: Blueprint, world: int) -> Spans:
+    """The first kv head of each rank and how many it holds; several hold one where they are few."""
+    count = blueprint.heads.num_kv_heads
+    return [(rank * count // world, max(1, count // world)) for rank in range(world)]
+
+
 def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
     """The spans, or a sentence about what does not divide."""
-    num_heads = blueprint.heads.num_heads
-    kv_heads = blueprint.heads.num_kv_heads
-    head_dim = blueprint.heads.head_dim
-    names = blueprint.names
-    if num_heads % world or (kv_heads % world and world % kv_heads):
-        return f"{num_heads} heads, {kv_heads} of keys and values, do not go whole"
-    # rows of a rank's query heads, and of its kv heads, which several ranks hold where they are few
-    own, copied = num_heads // world * head_dim, max(1, kv_heads // world) * head_dim
+    heads, names = blueprint.heads, blueprint.names
+    if heads.num_heads % world or (heads.num_kv_heads % world and world % heads.num_kv_heads):
+        return f"{heads.num_heads} heads, {heads.num_kv_heads} of keys and values, do not go whole"
     spans: dict[str, Spans] = {}
     others = [[names.embedding], [artifact.head]]
-    for prefix in (f"{names.layers}.{index}" for index in range(blueprint.layers)):
-        query, *same = (f"{prefix}.{name}" for name in names.qkv)
-        spans[query] = [(rank * own, own) for rank in range(world)]
-        spans |= dict.fromkeys(
-            same, [(rank * kv_heads // world * head_dim, copied) for rank in range(world)]
-        )
-        others += [
-            [f"{prefix}.{name}" for name in group]
-            for group in ((names.output,), names.up, (names.down,))
-        ]
+    for index in range(blueprint.layers):
+        prefix = f"{names.layers}.{index}"
+        of_heads = _attention_spans(blueprint, world)
+        spans |= {f"{prefix}.{name}": rows for name, rows in of_heads.items()}
+        groups = [(names.output,), names.up, (names.down,)]
+        if blueprint.sparse[index]:
+            groups = [(names.output,), *_experts(blueprint)]
+        others += [[f"{prefix}.{name}" for name in group] for group in groups if group]
     for group in others:
         spans |= dict.fromkeys(group, _even(artifact, group, world))
+    refused: dict[object, str | None] = {}  # most linears are like another one
     for name, rows in spans.items():
-        reason = _why_not(artifact, name, rows)
+        placement = artifact.linears.get(name)
+        alike = (
+            _rows(artifact, name),
+            None if placement is None else (placement.scheme, placement.shape, placement.backend),
+            tuple(rows),
+        )
+        if alike not in refused:
+            refused[alike] = _why_not(artifact, name, rows)
+        reason = refused[alike]
         if reason is not None:
             return reason
     return spans
+
+
+def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
+    """The rows of each rank of the linears of a layer that make heads, by their names."""
+    heads, names, latent = blueprint.heads, blueprint.names, blueprint.latent
+    own = heads.num_heads // world
+
+    def queries(features: int) -> Spans:
+        return [(rank * own * features, own * features) for rank in range(world)]
+
+    if latent is not None:
+        query = names.qkv[0] if latent.compressed is None else latent.names.query_up
+        return {
+            query: queries(latent.plain + latent.rotated),
+            latent.names.up: queries(latent.plain + latent.value),
+        }
+    if blueprint.by_head:
+        return {names.qkv[0]: queries(3 * heads.head_dim)}
+    copied = [
+        (first * heads.head_dim, count * heads.head_dim)
+        for first, count in _kv_heads(blueprint, world)
+    ]
+    query, *same = names.qkv
+    return {query: queries(heads.head_dim)} | dict.fromkeys(same, copied)
+
+
+def _experts(blueprint: Blueprint) -> list[tuple[str, ...]]:
+    """The linears of a layer's experts that are cut alike, by their names in the layer.
+
+    They are all experts' gates and ups, since their rows lie below each other; all downs and the
+    shared one, since these are added up; and gate and up of the shared expert.
+    """
+    mixture, routing = blueprint.mixture, blueprint.routing
+    assert mixture is not None and routing is not None  # a layer is sparse
+    places = [f"{mixture.block}.experts.{number}" for number in range(routing.experts)]
+    *ups, down = mixture.linears
+    shared = [f"{mixture.shared_block or mixture.block}.{name}" for name in mixture.shared]
+    return [
+        tuple(f"{place}.{name}" for place in places for name in ups),
+        (*(f"{place}.{down}" for place in places), *shared[-1:]),
+        tuple(shared[:-1]),
+    ]
 
 
 def _even(artifact: Artifact, names: Sequence[str], world: int) -> Spans:
@@ -251,48 +477,43 @@ def _unit(artifact: Artifact, name: str) -> int:
     return _PLAIN if placement is None else compressed_tensors.row_multiple(placement.scheme)
 
 
-def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifact:
+def _share(
+    artifact: Artifact,
+    blueprint: Blueprint,
+    spans: Mapping[str, Spans],
+    *,
+    rank: int,
+    world: int,
+) -> Artifact:
     """The artifact of one rank: headers of its rows, and its heads."""
-    tensors, linears = dict(artifact.checkpoint.tensors), dict(artifact.linears)
+    headers = _Headers(dict(artifact.checkpoint.tensors), dict(artifact.linears))
     for name, rows in spans.items():
-        first, count = rows[rank]
-        pieces = {f"{name}.weight": (first, count)}
-        if name in linears:
-            whole = linears[name]
-            pieces = compressed_tensors.row_spans(name, whole.scheme, first=first, count=count)
-            linears[name] = replace(
-                whole, shape=(count, whole.shape[1]), elsewhere=whole.shape[0] - count
-            )
-        if f"{name}.bias" in tensors:
-            pieces[f"{name}.bias"] = (first, count)
-        for key, (start, length) in pieces.items():
-            file, info = tensors[key]
-            tensors[key] = file, _some_rows(info, start, length)
-    blueprint = architecture.read(artifact.checkpoint.config)
-    assert isinstance(blueprint, Blueprint)  # `spans_of` refuses others
-    # the spans of all layers are alike
-    queries, keys = (
-        spans[f"{blueprint.names.layers}.0.{name}"][rank] for name in blueprint.names.qkv[:2]
-    )
-    head_dim = blueprint.heads.head_dim
+        headers.cut_(name, [(name, *rows[rank])])
+    names, num_heads = blueprint.names, blueprint.heads.num_heads
+    first, count = _kv_heads(blueprint, world)[rank]
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
-        if name in tensors and tensors[name][1].shape[0] == blueprint.heads.num_kv_heads:
-            file, info = tensors[name]
-            tensors[name] = file, _some_rows(info, keys[0] // head_dim, keys[1] // head_dim)
-    heads = {
-        "head_dim": head_dim,
-        "num_attention_heads": queries[1] // head_dim,
-        "num_key_value_heads": keys[1] // head_dim,
-    }
-    checkpoint = replace(
-        artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **heads}
-    )
-    caches = dict.fromkeys(artifact.caches, heads["num_key_value_heads"])
-    return replace(artifact, checkpoint=checkpoint, caches=caches, linears=linears)
+        scale = headers.tensors.get(name)
+        if scale is not None and scale[1].shape[0] == blueprint.heads.num_kv_heads:
+            headers.cut_tensor_(name, first, count)
+    if names.sinks is not None:
+        for index in range(blueprint.layers):
+            headers.cut_tensor_(
+                f"{names.layers}.{index}.{names.sinks}",
+                rank * (num_heads // world),
+                num_heads // world,
+            )
+    bias = f"{names.head}.bias"
+    if artifact.head == names.embedding and bias in headers.tensors:  # of a tied head
+        headers.cut_tensor_(bias, *spans[names.embedding][rank])
+    return replace(headers.of(artifact), caches=dict.fromkeys(artifact.caches, count))
 
 
 def _some_rows(info: TensorInfo, first: int, count: int) -> TensorInfo:
-    each = info.nbytes // info.shape[0]
-    return replace(
-        info, shape=(count, *info.shape[1:]), offset=info.offset + first * each, nbytes=count * each
-    )
+    """The place of some rows of a tensor."""
+    shape = (count, *info.shape[1:])
+    if info.strides is not None:
+        start = first * info.strides[0] * DTYPE_BITS[info.dtype] // 8
+    else:
+        start = first * (info.nbytes // info.shape[0])
+    nbytes = info.nbytes // info.shape[0] * count
+    return replace(info, shape=shape, offset=info.offset + start, nbytes=nbytes)

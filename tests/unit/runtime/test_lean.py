@@ -70,7 +70,7 @@ LATENT = {
     "q_lora_rank": 48,
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
+    "v_head_dim": 24,
     "n_routed_experts": 8,
     "moe_intermediate_size": 32,
     "num_experts_per_tok": 3,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
@@ -15,13 +15,15 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models import reading
 from quantflow.runtime import operations
-from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.artifact import open_artifact, open_folder
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Beams, Contrastive, Draft, Lookup, Sampling, generate
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import load
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import Ranks, spans_of
+from tests.unit.runtime.conftest import random_model
+from tests.unit.runtime.test_lean import FAMILIES as LEAN_FAMILIES
 
 SIZES = {
     "hidden_size": 64,
@@ -77,7 +79,7 @@ def shared(among):
 
     def over_ranks(folder, world, ask, *, backend="auto", **options):
         def work(wire):
-            ranks = Ranks(open_artifact(folder, backend=backend, verify=False), wire)
+            ranks = Ranks(open_folder(folder, backend=backend, verify=False), wire)
             decoder = LeanDecoder(ranks.artifact, ranks=ranks, **options)
             if wire.rank:
                 return follow(decoder, wire)
@@ -92,7 +94,7 @@ def shared(among):
 
 
 def alone(folder, ask, *, backend="auto", **options):
-    return ask(LeanDecoder(open_artifact(folder, backend=backend, verify=False), **options))
+    return ask(LeanDecoder(open_folder(folder, backend=backend, verify=False), **options))
 
 
 def ids(rows, count, seed):
@@ -114,6 +116,17 @@ def walk(decoder: Decoder) -> list[torch.Tensor]:
     return found
 
 
+def short_walk(decoder: Decoder) -> list[torch.Tensor]:
+    """Logits of a prompt of two rows and a token, of hidden states and of a longer text."""
+    found = []
+    decoder.begin(rows=2, capacity=40)
+    found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, 3]), last_only=False))
+    found.append(decoder.forward(ids(2, 1, 1)))
+    decoder.begin(rows=1, capacity=60)
+    found += decoder.forward_hidden(ids(1, 50, 8))
+    return found
+
+
 def equal(found, expected):
     return len(found) == len(expected) and all(
         torch.equal(*pair) for pair in zip(found, expected, strict=True)
@@ -129,6 +142,118 @@ def test_logits_of_every_family_have_the_bits_of_one_process(
     expected = alone(tmp_path, walk)
     for world in (1, 7) if family == "seven to a head" else (1, 2, 4):
         assert equal(shared(tmp_path, world, walk), expected), world
+
+
+# one of each family, and of each way to choose experts
+MIXTURES = [
+    "mixtral",
+    "qwen2_moe, a dense layer before a sparse one",
+    "qwen3_moe",
+    "olmoe, norms of all heads at once",
+    "gpt_oss, sinks and a gate that is clamped",
+    "glm4_moe, groups of experts behind a dense layer",
+    "minimax_m2, half of a head rotated",
+    "ernie4_5_moe, neighbours rotated",
+    "granitemoe",
+    "granitemoeshared",
+    "phimoe, one expert after the other",
+    "deepseek_v2, queries as they are",
+    "deepseek_v3",
+]
+
+
+@exact
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_of_every_mixture_have_the_bits_of_one_process(
+    family, tmp_path, make_artifact, shared
+):
+    make_artifact(tmp_path, LEAN_FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
+    expected = alone(tmp_path, short_walk)
+    assert equal(shared(tmp_path, 4, short_walk), expected)
+
+
+@exact
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("family", LEAN_FAMILIES)
+def test_logits_of_all_that_the_lean_decoder_runs_have_the_bits_of_one_process(
+    family, name, tmp_path, make_artifact, shared
+):
+    scheme, config = PRESETS[name], LEAN_FAMILIES[family]
+    scheme = with_group_size(scheme, 16) if scheme.weights.group_size else scheme
+    make_artifact(tmp_path, config, scheme)
+    expected = alone(tmp_path, short_walk)
+    assert all(logits.isfinite().all() for logits in expected)
+    worlds = [world for world in (2, 4, 7) if config.num_attention_heads % world == 0]
+    for world in worlds:
+        assert equal(shared(tmp_path, world, short_walk), expected), world
+
+
+@exact
+def test_a_mixture_that_is_not_quantized_and_a_linear_of_several_have_the_bits_of_one_process(
+    tmp_path, shared
+):
+    for family in ("deepseek_v3", "granitemoeshared", "phi3"):
+        random_model(LEAN_FAMILIES[family]).save_pretrained(tmp_path / family)
+        expected = alone(tmp_path / family, short_walk)
+        assert equal(shared(tmp_path / family, 2, short_walk), expected), family
+
+
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [
+        ("qwen3_moe", ("norm", "mlp.gate.", "weight_shape")),
+        ("deepseek_v3", ("norm", "mlp.gate.", "weight_shape", "q_a_proj", "kv_a_proj")),
+        ("granitemoeshared", ("norm", "router", "weight_shape")),
+    ],
+)
+def test_a_rank_reads_its_rows_of_every_expert(
+    family, whole, tmp_path, make_artifact, monkeypatch, among
+):
+    config = LEAN_FAMILIES[family]
+    make_artifact(tmp_path, config, with_group_size(PRESETS["W4A16"], 16))
+    counted, fill = {}, reading._fill
+
+    def counting(descriptor, view, offset, **options):
+        counted[threading.get_ident()] += len(view)
+        return fill(descriptor, view, offset, **options)
+
+    monkeypatch.setattr(reading, "_fill", counting)
+
+    def load_share(wire):
+        counted[threading.get_ident()] = 0
+        ranks = Ranks(open_artifact(tmp_path, verify=False), wire)
+        LeanDecoder(ranks.artifact, ranks=ranks)
+        return counted[threading.get_ident()], ranks.artifact.checkpoint.infos
+
+    infos = open_artifact(tmp_path, verify=False).checkpoint.infos
+    copied = sum(info.nbytes for name, info in infos.items() if any(map(name.count, whole)))
+    for read, own in among(2, load_share):
+        cut = sum(info.nbytes for name, info in own.items() if not any(map(name.count, whole)))
+        wanted = (sum(info.nbytes for info in infos.values()) - copied) / 2
+        assert cut == wanted, (cut, wanted)
+        # a linear that held several has its shape once for each
+        assert cut + copied <= read <= cut + copied + 16 * config.num_hidden_layers * 2
+        experts = [
+            {
+                name: info.nbytes
+                for name, info in held.items()
+                if ".experts." in name and "weight_shape" not in name
+            }
+            for held in (own, infos)
+        ]
+        assert experts[0] == {name: nbytes // 2 for name, nbytes in experts[1].items()}
+
+
+def test_linears_within_one_that_share_a_block_of_scales_are_refused(tmp_path, make_artifact):
+    config = Phi3Config(
+        **SIZES | {"hidden_size": 128, "intermediate_size": 128},
+        pad_token_id=0,
+        architectures=["Phi3ForCausalLM"],
+    )
+    make_artifact(tmp_path, config, PRESETS["FP8_BLOCK"])
+    with pytest.raises(UnsupportedError, match=r"qkv_proj: linears of 128, 64, 64 rows, whose sc"):
+        spans_of(open_artifact(tmp_path), 2)
 
 
 @exact
