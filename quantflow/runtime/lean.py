@@ -171,6 +171,11 @@ class LeanDecoder:
         )
 
     @property
+    def width(self) -> int:
+        """Features of a hidden state."""
+        return self._embed(torch.tensor([0])).shape[1]
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that `forward_rows` knows; see `adapt`."""
         return () if self._row_adapters is None else self._row_adapters[0].names
@@ -292,15 +297,47 @@ class LeanDecoder:
         Returns:
             [M, V] float32.
         """
+        operations, x, delta = self._rows(input_ids, first, start, table, adapters)
+        if len(wanted) < len(x):
+            x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
+        return self._logits(operations.last_norm(x, delta, self._norm))
+
+    @torch.inference_mode()
+    def forward_rows_states(
+        self,
+        input_ids: Tensor,
+        *,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        wanted: Tensor,
+        adapters: Sequence[str | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Append positions as `forward_rows` does; its logits, and the states they come from.
+
+        Returns:
+            [M, V] float32, and the final hidden states of all new positions, [N, H] float32.
+        """
+        operations, x, delta = self._rows(input_ids, first, start, table, adapters)
+        # a copy: the next step writes into the same memory
+        states = operations.last_norm(x, delta, self._norm).clone()
+        return self._logits(states[wanted]), states
+
+    def _rows(
+        self,
+        input_ids: Tensor,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        adapters: Sequence[str | None],
+    ) -> tuple[Operations, Tensor, Tensor | None]:
+        """Run the layers over rows; what ran them, x [N, H], and what is still to be added."""
         operations = self._operations
         if self._row_adapters is not None and self._row_adapters[0].choose(first, adapters):
             operations = self._row_adapters[1]
         operations.step_rows(first, start, table, torch.zeros_like(start))
         x = self._embedded(input_ids)  # [N, H]
-        delta = operations.run(x)
-        if len(wanted) < len(x):
-            x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
-        return self._logits(operations.last_norm(x, delta, self._norm))
+        return operations, x, operations.run(x)
 
     def keep(self, rows: Tensor) -> None:
         """Choose sequences of the cache; see `Decoder.keep`."""

@@ -1,7 +1,7 @@
 """A layer that predicts tokens further ahead (MTP), run as the draft of the lean decoder.
 
-It has a KV cache of its own, one column behind the model's: the column of token t is made of the
-hidden state before t and of t, so it depends on nothing after t. Guesses further ahead run the same
+It has a KV cache of its own: the column of token t is made of the hidden state before t and of t,
+so it depends on nothing after t, and the first token has none. Guesses further ahead run the same
 layer on its own output, as vLLM and transformers do. `quantflow.files.layers_ahead` says how it is
 wired.
 """
@@ -91,6 +91,11 @@ class AheadLayer:
         )
         self._cache: KVCache | None = None
 
+    @property
+    def width(self) -> int:
+        """Features of a hidden state."""
+        return self._shared.embed(torch.tensor([0])).shape[1]
+
     def begin(self, capacity: int) -> None:
         """Empty the cache and make room for so many columns."""
         cache = self._cache
@@ -125,15 +130,48 @@ class AheadLayer:
             [T, H] float32.
         """
         assert self._cache is not None  # begin was called
+        self._operations.step(len(tokens))
+        self._cache.length += len(tokens)
+        return self._run(hidden, tokens)
+
+    def begin_blocks(self, *, blocks: int, columns: int, positions: int) -> KVCache:
+        """Empty the cache and divide it into blocks; see `LeanDecoder.begin_blocks`."""
+        self._cache = cache = self._shared.new_cache(
+            layers=1, scales=(), rows=blocks, capacity=columns
+        )
+        self._operations.begin(cache, self._shared.rotary_tables(positions))
+        return cache
+
+    @torch.inference_mode()
+    def forward_rows(
+        self, hidden: Tensor, tokens: Tensor, *, first: Tensor, start: Tensor, table: Tensor
+    ) -> Tensor:
+        """Append columns to sequences in blocks, as `forward` does to one.
+
+        The column of a token has the place of the token, so the first column is empty.
+
+        Args:
+            hidden: [N, H] float32, see `forward`.
+            tokens: [N] int64, of all B sequences, one after the other.
+            first: see `LeanDecoder.forward_rows`, as the other two.
+            start: [B] int64.
+            table: [B, W] int64.
+
+        Returns:
+            [N, H] float32.
+        """
+        self._operations.step_rows(first, start, table, torch.ones_like(start))
+        return self._run(hidden, tokens)
+
+    def _run(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Run the layer on the columns of a step."""
         wiring, eps = self._wiring, self._shared.blueprint.heads.eps
         parts = [
             normalized(self._shared.embed(tokens), wiring.token_norm, eps),
             normalized(hidden, wiring.hidden_norm, eps),
         ]
         x = wiring.joint(torch.cat(parts[::-1] if wiring.hidden_first else parts, dim=1))
-        self._operations.step(len(tokens))
         delta = self._operations.run(x)
-        self._cache.length += len(tokens)
         # a copy: the next step writes into the same memory
         return self._operations.last_norm(x, delta, wiring.norm).clone()
 

@@ -53,6 +53,8 @@ ENGINE_COUNTERS = MappingProxyType(
         "busy_seconds": "Seconds of all steps.",
         "prompt_tokens": "Prompt tokens that were computed; those from shared blocks are not.",
         "generated_tokens": "Tokens that were generated.",
+        "proposed_tokens": "Tokens that speculation proposed.",
+        "taken_tokens": "Proposed tokens that the model chose too.",
         "pool_hit_tokens": "Prompt tokens that were taken from shared blocks.",
         "pool_asked_tokens": "Prompt tokens that shared blocks were looked up for.",
     }

@@ -20,12 +20,15 @@ from quantflow.errors import InputError, QuantflowError, UnsupportedError
 from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
+from quantflow.runtime.batching.drafts import AheadDraft, MedusaDraft, RowDraft
 from quantflow.runtime.batching.trace import TracedSteps
+from quantflow.runtime.decoding.medusa import Medusa, load_medusa
 from quantflow.runtime.decoding.text import word_ids
 from quantflow.runtime.generate_job import Words
 from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.mtp import AheadLayer
 from quantflow.server import parsers
 from quantflow.server.characters import bound_of
 from quantflow.server.errors import Refused, bad_template, invalid, too_many_characters
@@ -97,6 +100,7 @@ class ServedModel:
         vocabulary: its tokens one by one.
         grammars: grammars that were compiled for it.
         defaults: settings of sampling where a request says nothing.
+        speculation: what proposes tokens, in words; None: nothing does.
         max_input_tokens, max_total_tokens: limits of a request.
         used: a count that grows with each use of any model.
         rows: number of requests that it answers now, or that prepare to use it.
@@ -104,13 +108,30 @@ class ServedModel:
         workers: threads beside the event loop.
     """
 
-    def __init__(self, name: str, loaded: Loaded, *, job: ServeJob, workers: ServerThreads) -> None:
+    def __init__(
+        self,
+        name: str,
+        loaded: Loaded,
+        *,
+        job: ServeJob,
+        workers: ServerThreads,
+        medusa: Path | None = None,
+    ) -> None:
         """Start the engine.
+
+        Args:
+            name: name of the model in requests.
+            loaded: loaded artifact.
+            job: settings of the server.
+            workers: threads beside the event loop.
+            medusa: folder of its Medusa heads.
 
         Raises:
             InputError: the artifact has no tokenizer, its generation_config.json is damaged, or the
                 chat template cannot be read.
             UsageError: the limits do not fit the model.
+            UnsupportedError: speculation by a layer that it does not have, or that another decoder
+                than the lean one runs.
         """
         if loaded.tokenizer is None:
             raise InputError(
@@ -124,7 +145,9 @@ class ServedModel:
             tokenizer=loaded.tokenizer,
             kv_memory=job.kv_bytes,
             traced=_traced(name, job) if job.profile_steps else None,
+            draft=_draft(loaded, job, medusa),
         )
+        self.speculation = _speculation(job, medusa)
         self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
         self.max_total_tokens = int(self.engine.limits.max_total_tokens or 0)
         self.vocabulary = Vocabulary(self.tokenizer)
@@ -365,7 +388,9 @@ class Models:
         self.workers = ServerThreads(job.limits.validation_workers)
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="quantflow-loading")
         _adapt(first, job.adapter_folders)
-        self.first = ServedModel(job.first_name, first, job=job, workers=self.workers)
+        self.first = ServedModel(
+            job.first_name, first, job=job, workers=self.workers, medusa=job.medusa
+        )
         self.places = {job.first_name: ModelPlace(folder=job.artifact, served=self.first)}
         for pair in job.models:
             name, _, folder = pair.partition("=")
@@ -501,6 +526,46 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
         exact=job.exact,
         require_signature=job.signature.trusted,
     )
+
+
+def _draft(loaded: Loaded, job: ServeJob, medusa: Path | None) -> RowDraft | None:
+    """What proposes tokens for a model's requests, beside the texts themselves.
+
+    Raises:
+        UnsupportedError: the model has no layer ahead, or another decoder runs it.
+        InputError: heads of another model.
+    """
+    if not job.mtp_tokens and medusa is None:
+        return None
+    decoder, folder = loaded.decoder, loaded.artifact.checkpoint.folder
+    if not isinstance(decoder, LeanDecoder):
+        what = "medusa" if job.mtp_tokens == 0 else f"speculate={job.speculate}"
+        why = "; ".join(loaded.reasons) or "transformers' modules run it"
+        raise UnsupportedError(
+            f"{folder}: {what}: {why}", "leave it out; it goes with the lean decoder"
+        )
+    if medusa is None:
+        return AheadDraft(AheadLayer(loaded.artifact, decoder.shared), tokens=job.mtp_tokens)
+    heads = load_medusa(medusa).heads
+    shape = [decoder.vocab_size, decoder.width]
+    for number, head in enumerate(heads):
+        if list(head.projection.shape) != shape:
+            raise InputError(
+                f"{medusa}: head {number} is {list(head.projection.shape)}, the model's is {shape}",
+                "give heads that were trained for this model",
+            )
+    most = job.speculate if isinstance(job.speculate, int) and job.speculate else len(heads)
+    return MedusaDraft(Medusa(heads=heads[:most]))
+
+
+def _speculation(job: ServeJob, medusa: Path | None) -> str | None:
+    """What proposes tokens, in words."""
+    if job.mtp_tokens:
+        tokens = "1 token" if job.mtp_tokens == 1 else f"{job.mtp_tokens} tokens"
+        return f"{tokens} by the model's layer that predicts further tokens (MTP)"
+    if medusa is not None:
+        return f"Medusa heads of {medusa}"
+    return f"{job.lookup_tokens} tokens from earlier text" if job.lookup_tokens else None
 
 
 def _adapt(loaded: Loaded, folders: Mapping[str, str]) -> None:

@@ -62,7 +62,7 @@ def site_of(job: ServeJob, models: Models) -> Site:
         limits=job.limits,
         admission=Admission(job.limits.max_concurrent_requests),
         grammars=not job.disable_grammar_support,
-        lookup=Lookup(tokens=job.speculate) if job.speculate else None,
+        lookup=Lookup(tokens=job.lookup_tokens) if job.lookup_tokens else None,
     )
     metrics = Metrics(lambda: [(model.name, model.engine.counters()) for model in models.running])
     return Site(job=job, models=models, service=service, metrics=metrics)
@@ -102,6 +102,8 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
         progress.say(warning)
     progress.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
     server.run(sockets=[listening])
+    for line in closing_lines(models):
+        progress.say(line)
     if models.failed is not None:
         failed = models.failed
         cause = failed.cause if isinstance(failed, QuantflowError) else repr(failed)
@@ -273,6 +275,8 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     lines += [f"  {reason}" for reason in model.loaded.reasons]
     lines.append(cpu_threads.line())
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
+    if model.speculation is not None:
+        lines.append(f"speculation: {model.speculation}")
     own = ", ".join(f"{name} {value}" for name, value in model.defaults.values().items())
     if own:
         lines.append(f"sampling: {own} where a request says nothing (generation_config.json)")
@@ -293,6 +297,17 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
         for name, value, where in rows
     ]
     return lines
+
+
+def closing_lines(models: Models) -> list[str]:
+    """The lines that are printed at the end: the guesses of each model that were right."""
+    counted = [(model.name, model.engine.counters()) for model in models.running]
+    return [
+        f"speculation of {name}: {one.taken_tokens} of {one.proposed_tokens} proposed tokens taken "
+        f"({one.taken_tokens / one.proposed_tokens:.0%})"
+        for name, one in counted
+        if one.proposed_tokens
+    ]
 
 
 def public_warning(job: ServeJob, host: str) -> str | None:

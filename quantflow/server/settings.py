@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import ipaddress
 import math
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,19 @@ def _limit(default: Any, flag: str, help: str, *, metavar: str = "N", **bounds: 
         help=help,
         **bounds,
     )
+
+
+def speculated(text: str) -> int | str:
+    """The value of `--speculate`: a number of tokens, `mtp` or `mtp:N`.
+
+    Raises:
+        UsageError: the text is none of these.
+    """
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return int(text)
+    if re.fullmatch(r"mtp(:[1-9][0-9]{0,3})?", text):
+        return text
+    raise UsageError(f"speculate={text!r}", "use a number of tokens, mtp, or mtp:N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +282,23 @@ class ServeJob:
         variable="DISABLE_GRAMMAR_SUPPORT",
         help="Refuse requests with a grammar.",
     )
-    speculate: int = _for_serve(
+    speculate: int | str = _for_serve(
         0,
         "--speculate",
         variable="SPECULATE",
-        metavar="N",
+        metavar="N|mtp|mtp:N",
+        parse=speculated,
         least=0,
-        help="Draft N tokens from earlier text and compute them at once; texts are the same "
-        "(default: 0).",
+        help="Draft N tokens from earlier text, or by the model's own layer that predicts further "
+        "tokens (mtp: 1 of them), and compute them at once; texts are the same (default: 0).",
+    )
+    medusa: Path | None = _for_serve(
+        None,
+        "--medusa",
+        metavar="DIR",
+        parse=Path,
+        help="Draft with Medusa heads of the first model, all or the first N of --speculate N: a "
+        "folder with medusa_lm_head.safetensors.",
     )
     token_ids: bool = _for_serve(
         False,
@@ -375,6 +398,10 @@ class ServeJob:
             raise UsageError(
                 "tensor_parallel without engine vllm", "leave it out: one process runs the model"
             )
+        if isinstance(self.speculate, str):
+            speculated(self.speculate)
+        if self.medusa is not None and isinstance(self.speculate, str):
+            raise UsageError(f"medusa with speculate={self.speculate}", "leave one of them out")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port={self.port}", "use 0 to 65535")
         if self.api_key is not None and self.api_key_file is not None:
@@ -408,6 +435,18 @@ class ServeJob:
                     f"model {name!r} stands for two folders",
                     "give every model and adapter a name of its own",
                 )
+
+    @property
+    def lookup_tokens(self) -> int:
+        """Tokens that are drafted from earlier text; 0: none."""
+        return self.speculate if isinstance(self.speculate, int) and self.medusa is None else 0
+
+    @property
+    def mtp_tokens(self) -> int:
+        """Tokens that the model's own layer drafts; 0: none."""
+        if isinstance(self.speculate, int):
+            return 0
+        return int(self.speculate.partition(":")[2] or 1)
 
     @property
     def model_bytes(self) -> int | None:

@@ -56,6 +56,7 @@ class Site:
         """The content of /info, under TGI's keys."""
         model, limits = self.models.first, self.models.first.engine.limits
         source = model.manifest.get("source", {})
+        counters = model.engine.counters()
         return {
             "model_id": model.name,
             "model_sha": model.manifest.get("digest"),
@@ -84,6 +85,16 @@ class Site:
             "decoder": model.loaded.name,
             "generation_config": self.job.generation_config,
             "generation_defaults": model.defaults.values(),
+            "speculation": None
+            if model.speculation is None
+            else {
+                "method": model.speculation,
+                "proposed": counters.proposed_tokens,
+                "taken": counters.taken_tokens,
+                "acceptance": counters.taken_tokens / counters.proposed_tokens
+                if counters.proposed_tokens
+                else None,
+            },
         }
 
     def log_exception(self, error: BaseException) -> None:

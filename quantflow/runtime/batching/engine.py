@@ -8,6 +8,7 @@ Rows join and leave between steps, and prompts are computed beside decoding rows
     scheduler.py  the rows that run, and the tokens of each that a step computes
     row.py        the tokens of a request, and the choice of the next one
     runner.py     the model as the engine sees it; paged.py: the lean decoder; pool.py: its blocks
+    drafts.py     what proposes tokens for all rows: the layer ahead (MTP), Medusa's heads
 
 A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks
 its prompt is computed and whether it shares a prefix, unless `Engine.why_not_invariant` has a
@@ -24,6 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.errors import EngineError, OverloadedError
+from quantflow.runtime.batching.drafts import RowDraft
 from quantflow.runtime.batching.limits import BatchLimits
 from quantflow.runtime.batching.paged import BlockRunner
 from quantflow.runtime.batching.request import BatchRequest, FinishReason, PromptToken, TokenEvent
@@ -54,6 +56,8 @@ class EngineCounters:
         batch_sizes: rows -> steps that had so many.
         prompt_tokens, generated_tokens: computed since the start; a prompt's shared prefix is not
             computed.
+        proposed_tokens, taken_tokens: guesses of speculation since the start, and those that the
+            model chose too.
         pool: memory of keys and values.
     """
 
@@ -72,13 +76,15 @@ class EngineCounters:
     batch_sizes: Mapping[int, int]
     prompt_tokens: int
     generated_tokens: int
+    proposed_tokens: int
+    taken_tokens: int
     pool: PoolCounters
 
 
 _NOTHING = {
     name: 0 for name in ("submitted", "finished", "cancelled", "failed", "steps", "last_batch_size")
 }
-_NOTHING |= {"prompt_tokens": 0, "generated_tokens": 0}
+_NOTHING |= {f"{kind}_tokens": 0 for kind in ("prompt", "generated", "proposed", "taken")}
 
 
 class Engine:
@@ -102,6 +108,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_memory: int | None = None,
         traced: TracedSteps | None = None,
+        draft: RowDraft | None = None,
     ) -> None:
         """Start the thread.
 
@@ -112,6 +119,8 @@ class Engine:
             kv_memory: bytes that keys and values may take; None: four fifths of what is free, at
                 most what the largest batch needs. Only the lean decoder has a pool.
             traced: steps of which a trace is written; None: none.
+            draft: what proposes tokens for every request without a lookup; only the lean decoder
+                has one. Tokens and their log-probabilities are the same without it.
 
         Raises:
             UsageError: limits that the model cannot keep.
@@ -119,7 +128,7 @@ class Engine:
         """
         limits = limits or BatchLimits()
         self._runner: Runner = (
-            BlockRunner(decoder, limits=limits, kv_memory=kv_memory)
+            BlockRunner(decoder, limits=limits, kv_memory=kv_memory, draft=draft)
             if isinstance(decoder, LeanDecoder)
             else OneAtATime(decoder)
         )
@@ -375,11 +384,19 @@ class Engine:
             self._counts["prompt_tokens"] += sum(
                 part.count for part in parts if part.row.in_prefill
             )
-        for part, scores in zip(parts, logits, strict=True):
-            self._advance(part, scores)
+        going_on = [
+            part.row
+            for part, scores in zip(parts, logits, strict=True)
+            if self._advance(part, scores)
+        ]
+        self._runner.propose(going_on)
 
-    def _advance(self, part: RowPart, scores: list[Scores]) -> None:
-        """Take the scores of a part; an exception of this row ends this row alone."""
+    def _advance(self, part: RowPart, scores: list[Scores]) -> bool:
+        """Take the scores of a part; an exception of this row ends this row alone.
+
+        Returns:
+            Whether the row has a new token and another one may follow.
+        """
         row = part.row
         try:
             if row.in_prefill and row.stream.request.prompt_logprobs:
@@ -387,24 +404,28 @@ class Engine:
             guess, row.guess = row.guess, []
             row.computed += part.count - len(guess)
             if row.left:
-                return
+                return False
+            self._counts["proposed_tokens"] += len(guess)
             for index, after in enumerate(scores[len(scores) - 1 - len(guess) :]):
                 event = row.next(after)
                 if event.id is not None:
                     self._counts["generated_tokens"] += 1
+                right = index < len(guess) and event.id == guess[index]
+                self._counts["taken_tokens"] += right
                 if event.finish is not None:
                     break
                 row.stream.put(event, self._readers)
-                if index == len(guess) or event.id != guess[index]:
+                if not right:
                     break
                 row.computed += 1  # the guess was right, so its keys and values are the text's
             if event.finish is None and self._runner.guesses:
                 row.propose()
         except Exception as error:  # the request's own mask, rules or sampling raised it
             self._end(row, TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=error))
-            return
+            return False
         if event.finish is not None:
             self._end(row, event)
+        return event.finish is None
 
     def _end(self, row: BatchRow, event: TokenEvent) -> None:
         """Free a row's memory, then send its last event."""

@@ -7,11 +7,13 @@ linears run in torch's kernels, `why_not_invariant` says so.
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from quantflow.errors import ResourceError
 from quantflow.process_memory import available_bytes
+from quantflow.runtime.batching.drafts import RowDraft, block_table
 from quantflow.runtime.batching.limits import BatchLimits
 from quantflow.runtime.batching.pool import BlockPool, Lease
 from quantflow.runtime.batching.row import BatchRow, Scores
@@ -31,7 +33,14 @@ class BlockRunner:
             `quantflow.runtime.batching.runner.Runner`.
     """
 
-    def __init__(self, decoder: LeanDecoder, *, limits: BatchLimits, kv_memory: int | None) -> None:
+    def __init__(
+        self,
+        decoder: LeanDecoder,
+        *,
+        limits: BatchLimits,
+        kv_memory: int | None,
+        draft: RowDraft | None = None,
+    ) -> None:
         """Reserve the pool; what is never written takes no memory.
 
         The pool has room for max_batch_total_tokens where the limits give them. Otherwise it has
@@ -41,12 +50,13 @@ class BlockRunner:
             decoder: decoder that nobody else uses from now on.
             limits: limits, not resolved yet.
             kv_memory: bytes that the pool may take; None: four fifths of what is free.
+            draft: what proposes tokens, with room of its own in each block.
 
         Raises:
             ResourceError: the memory does not hold the tokens that the limits ask for, or not one
                 row.
         """
-        self._decoder = decoder
+        self._decoder, self._draft = decoder, draft
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.most_rows: int | None = None
         self.guesses, self.adapters = True, decoder.adapters
@@ -55,7 +65,7 @@ class BlockRunner:
             limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
         )
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
-        nbytes = decoder.begin_blocks(blocks=1, columns=BLOCK_TOKENS, positions=1).nbytes
+        nbytes = self._reserve(blocks=1, positions=1)
         rows = limits.rows  # each may leave the rest of its last block empty
         asked = limits.max_batch_total_tokens
         tokens = rows * longest if asked is None else asked
@@ -75,9 +85,7 @@ class BlockRunner:
             raise ResourceError(
                 cause, "give it more, or lower max_batch_size and max_batch_total_tokens"
             )
-        decoder.begin_blocks(
-            blocks=blocks, columns=BLOCK_TOKENS, positions=min(longest, self.pool_tokens)
-        )
+        self._reserve(blocks=blocks, positions=min(longest, self.pool_tokens))
         self._pool = BlockPool(blocks=blocks, block_tokens=BLOCK_TOKENS)
         self._leases: dict[BatchRow, Lease] = {}
         self._hits, self._asked = 0, 0
@@ -86,6 +94,8 @@ class BlockRunner:
         """Begin a row without a block; the scheduler has kept room for all that it may need."""
         self._leases[row] = Lease(salt=row.stream.request.adapter or "")
         self._asked += len(row.tokens)
+        if self._draft is not None:
+            self._draft.open(row)
 
     def reuse(self, row: BatchRow) -> int:
         """Take over the blocks in which others have computed the row's prompt by now.
@@ -103,6 +113,8 @@ class BlockRunner:
         self._pool.take_over(lease, row.tokens)
         taken = (len(lease.blocks) - held) * BLOCK_TOKENS
         self._hits += taken
+        if taken and self._draft is not None:
+            self._draft.take_over(row, lease, row.computed + taken)
         return row.computed + taken
 
     def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
@@ -116,16 +128,18 @@ class BlockRunner:
             ids += [*part.row.tokens[part.row.computed : end], *part.row.guess]
             first.append(len(ids))
             wanted += range(len(ids) - part.wanted, len(ids))
-        width = max(len(lease.blocks) for lease in leases)
-        table = [lease.blocks + [0] * (width - len(lease.blocks)) for lease in leases]
-        logits = self._decoder.forward_rows(
-            torch.tensor(ids),
-            first=torch.tensor(first),
-            start=torch.tensor([part.row.computed for part in parts]),
-            table=torch.tensor(table),
-            wanted=torch.tensor(wanted, dtype=torch.int64),
-            adapters=[part.row.stream.request.adapter for part in parts],
-        )
+        positions: dict[str, Any] = {
+            "first": torch.tensor(first),
+            "start": torch.tensor([part.row.computed for part in parts]),
+            "table": block_table(leases),
+            "wanted": torch.tensor(wanted, dtype=torch.int64),
+            "adapters": [part.row.stream.request.adapter for part in parts],
+        }
+        if self._draft is None:
+            logits = self._decoder.forward_rows(torch.tensor(ids), **positions)
+        else:
+            logits, states = self._decoder.forward_rows_states(torch.tensor(ids), **positions)
+            self._draft.see(parts, leases, states)
         for part, lease in zip(parts, leases, strict=True):
             self._pool.publish(
                 lease,
@@ -140,9 +154,16 @@ class BlockRunner:
         ends = accumulate((part.wanted for part in parts), initial=0)
         return [scores[begin:end] for begin, end in pairwise(ends)]
 
+    def propose(self, rows: Sequence[BatchRow]) -> None:
+        """Let the draft guess."""
+        if self._draft is not None and rows:
+            self._draft.propose(rows, [self._leases[row] for row in rows], self._pool)
+
     def close(self, row: BatchRow) -> None:
         """Free the row's blocks; those that are full may still be taken over."""
         self._pool.free(self._leases.pop(row))
+        if self._draft is not None:
+            self._draft.close(row)
 
     def rest(self) -> None:
         """Give back the threads of the calling thread's loops, which would slow those of others."""
@@ -159,3 +180,9 @@ class BlockRunner:
             hit_tokens=self._hits,
             asked_tokens=self._asked,
         )
+
+    def _reserve(self, *, blocks: int, positions: int) -> int:
+        """Make room for so many blocks; its bytes."""
+        size: dict[str, int] = {"blocks": blocks, "columns": BLOCK_TOKENS, "positions": positions}
+        nbytes = self._decoder.begin_blocks(**size).nbytes
+        return nbytes if self._draft is None else nbytes + self._draft.begin_blocks(**size)

@@ -61,8 +61,8 @@ class BatchRow:
         stream: stream of its events.
         tokens: tokens of the prompt and generated tokens.
         computed: number of the tokens that have keys and values.
-        guess: tokens that may follow, proposed by `request.lookup`; a step computes them beside the
-            last token.
+        guess: tokens that may follow, proposed by `request.lookup` or a draft; a step computes
+            them beside the last token.
         input_tokens, total_tokens, priority, submitted, left, in_prefill: as in
             `quantflow.runtime.batching.scheduler.Schedulable`.
     """

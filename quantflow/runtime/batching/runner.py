@@ -89,6 +89,12 @@ class Runner(Protocol):
         Rows are not changed.
         """
 
+    def propose(self, rows: Sequence[BatchRow]) -> None:
+        """Guess what follows the last tokens of rows, where it has something to guess with.
+
+        It comes after `forward`, whose scores the rows have taken.
+        """
+
     def close(self, row: BatchRow) -> None:
         """Give a row's memory back."""
 
@@ -138,6 +144,9 @@ class OneAtATime:
             self._decoder.forward(ids, last_only=part.wanted <= 1).cpu().view(-1, self.vocab_size)
         )
         return [[scored(logits[i : i + 1]) for i in range(len(logits) - part.wanted, len(logits))]]
+
+    def propose(self, rows: Sequence[BatchRow]) -> None:
+        """Guess nothing."""
 
     def close(self, row: BatchRow) -> None:
         """Nothing is kept: `open` empties the cache."""
