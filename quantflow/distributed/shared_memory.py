@@ -5,10 +5,17 @@
 
 A rank writes its part, then counts it, and reads when all ranks have counted as many. A rank that
 writes into a room again has seen all ranks count the part in between, so all have read the room.
+
+A rank that waits looks at a counter for `_LOOK` seconds, and sleeps then until the counter's owner
+wakes it. On an idle machine parts follow each other more closely, so nobody sleeps. On a busy one,
+whoever looked longer would take the time of other programs' neighbours, and a rank that has slept
+runs as soon as it is woken, where one that gave up its turn waits for the turns of all others.
+
 Other processors see stores in the order in which they were made on x86; elsewhere, between
 machines, and for parts that are larger than a room, sockets do it.
 """
 
+import ctypes
 import mmap
 import os
 import platform
@@ -28,9 +35,30 @@ _FOLDER = Path("/dev/shm")
 _ORDERED = ("x86_64", "AMD64")
 _LINE, _ROOM = 64, 1 << 20  # bytes between two counters, and of a rank's part
 _NAME = 64  # bytes of a file's name, padded
-# Number of looks before the first pause, seconds of a pause, and number of looks after which it is
-# checked that the other rank still lives.
-_SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000
+_LOOK = 2e-4  # seconds; benchmarks/busy.py compares
+_LOOKS = 16  # between two looks at the clock
+_SLEEP = 0.2  # seconds after which a sleeper checks that the other rank still lives
+# <sys/syscall.h> of x86-64, <linux/futex.h>
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 2**31 - 1
+
+
+class _Time(ctypes.Structure):
+    """`struct timespec` of <time.h>."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_SYSTEM = ctypes.CDLL(None)
+
+
+def _futex(
+    word: ctypes.c_uint32, operation: int, value: int, seconds: float | None = None
+) -> None:
+    """Sleep while a word in memory has a value, or wake those who do (futex(2) of Linux)."""
+    most = None if seconds is None else ctypes.byref(_Time(0, int(seconds * 1e9)))
+    _SYSTEM.syscall(
+        ctypes.c_long(_FUTEX), ctypes.byref(word), operation, ctypes.c_uint32(value), most, None, 0
+    )
 
 
 class SharedMemory:
@@ -59,6 +87,10 @@ class SharedMemory:
             0,
         )
         self._counters = memoryview(memory)[: self.world * _LINE].cast("q")
+        # the lower half of each counter, on which its readers sleep
+        self._words = [
+            ctypes.c_uint32.from_buffer(memory, rank * _LINE) for rank in range(self.world)
+        ]
         rooms = torch.frombuffer(memory, dtype=torch.uint8, offset=self.world * _LINE)
         self._rooms = rooms.view(2, self.world, _ROOM)  # [2, ranks, bytes]
 
@@ -71,6 +103,7 @@ class SharedMemory:
         room[self.rank] = part.reshape(-1).view(torch.uint8)  # [bytes]
         # The part is in the room before it is counted; nobody reads a part that is not counted.
         self._counters[self.rank * _LINE // 8] = self._count
+        _futex(self._words[self.rank], _WAKE, _ALL)
         for other in range(self.world):
             self._wait(other)
         return (
@@ -90,14 +123,15 @@ class SharedMemory:
             ResourceError: it ended.
         """
         at = other * _LINE // 8
-        looks = 0
-        while self._counters[at] < self._count:
-            looks += 1
-            if looks < _SPINS:
-                os.sched_yield()
-            else:
-                time.sleep(_PAUSE)
-            if looks % _LOOK == 0 and not _alive(self._processes[other]):
+        end = time.perf_counter() + _LOOK
+        while time.perf_counter() < end:
+            for _ in range(_LOOKS):
+                if self._counters[at] >= self._count:
+                    return
+        while (counted := self._counters[at]) < self._count:
+            # returns at once where the counter is another one by now
+            _futex(self._words[other], _WAIT, counted % 2**32, _SLEEP)
+            if self._counters[at] < self._count and not _alive(self._processes[other]):
                 with connected(self._verb):
                     raise RuntimeError(f"rank {other} has no process")
 
