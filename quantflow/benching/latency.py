@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from quantflow import process_memory
+from quantflow import cpu_threads, process_memory
 from quantflow.benching import server_speed
 from quantflow.benching.bench_job import PERCENTILES, BenchJob
 from quantflow.benching.energy import package_joules
@@ -266,6 +266,7 @@ def _timed(
             "positions",
             "ask for one new token or more, and for fewer than that together",
         )
+    progress.say(f"bench: {cpu_threads.line()}")
     texts = _texts(job, loaded)
     method = _method(job)
     batches = []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from quantflow import cpu_threads
 from quantflow.distributed.communicator import Communicator
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.files.canonical import read_json
@@ -133,6 +134,7 @@ def _continue(
     outputs: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     counts = Counts()
+    progress.say(f"generate: {cpu_threads.line()}")
     begin = time.perf_counter()
     telling = progress if len(batches) > 1 else SILENT
     for batch in telling.steps(batches, stage="generate", unit="batch"):

@@ -1,6 +1,7 @@
 """`generate`: where prompts come from, which way they are continued, and what is printed."""
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -63,6 +64,12 @@ def test_the_verb_gives_the_same_tokens_in_a_process_of_its_own(artifact, genera
     command = [sys.executable, "-m", "quantflow", "generate", str(artifact), *words]
     result = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(result)["outputs"] == generate(*words[:4])["outputs"]
+
+
+def test_the_number_of_threads_is_said_before_the_first_token(artifact, capsys):
+    capsys.readouterr()
+    assert run("generate", artifact, "--prompt", "def", "--max-new-tokens", "2") == 0
+    assert re.search(r"^generate: threads: \d+ of \d+ usable cores$", capsys.readouterr().err, re.M)
 
 
 def given(prompts=PROMPTS):
@@ -578,7 +585,9 @@ def test_without_json_several_texts_stand_between_blank_lines(artifact, generate
 )
 def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, message):
     assert run("generate", artifact, *options) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    # some are found when the model is there, below the line that says its threads
+    told = [line for line in capsys.readouterr().err.splitlines() if "threads: " not in line]
+    assert told[0].startswith(f"error: {message}")
 
 
 def test_the_flags_make_the_job_that_they_name():

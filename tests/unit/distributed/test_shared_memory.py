@@ -70,6 +70,20 @@ def test_where_there_is_no_such_memory_the_sockets_stay(why, monkeypatch, among)
     assert left_behind() == []
 
 
+def test_a_rank_that_waits_sleeps_until_the_other_is_there(among):
+    def work(sockets):
+        wire = nearest("generate", sockets)
+        if wire.rank == 1:
+            time.sleep(0.5)
+        begin = time.thread_time()
+        parts = wire.gather(torch.tensor([wire.rank]))
+        return parts.flatten().tolist(), time.thread_time() - begin
+
+    for parts, computed in among(2, work):
+        assert parts == [0, 1]
+        assert computed < 0.05  # of the half second that the other one let it wait
+
+
 def test_a_rank_whose_process_ended_is_not_waited_for(monkeypatch, meeting):
     monkeypatch.setattr(team, "GRACE", 0.0)
     monkeypatch.setattr(team.signal, "signal", lambda *_: None)
