@@ -51,9 +51,7 @@ class _Time(ctypes.Structure):
 _SYSTEM = ctypes.CDLL(None)
 
 
-def _futex(
-    word: ctypes.c_uint32, operation: int, value: int, seconds: float | None = None
-) -> None:
+def _futex(word: ctypes.c_uint32, operation: int, value: int, seconds: float | None = None) -> None:
     """Sleep while a word in memory has a value, or wake those who do (futex(2) of Linux)."""
     most = None if seconds is None else ctypes.byref(_Time(0, int(seconds * 1e9)))
     _SYSTEM.syscall(
