@@ -7,9 +7,9 @@ A rank writes its part, then counts it, and reads when all ranks have counted as
 writes into a room again has seen all ranks count the part in between, so all have read the room.
 
 A rank that waits looks at a counter for `_LOOK` seconds, and sleeps then until the counter's owner
-wakes it. On an idle machine parts follow each other more closely, so nobody sleeps. On a busy one,
-whoever looked longer would take the time of other programs' neighbours, and a rank that has slept
-runs as soon as it is woken, where one that gave up its turn waits for the turns of all others.
+wakes it. On an idle machine parts follow each other more closely, so nobody sleeps. On a busy one
+whoever looked longer would take the time of the rank that it looks for. A sleeper runs soon after
+it is woken; one that gave up its turn (`sched_yield`) would wait for the turns of all programs.
 
 Other processors see stores in the order in which they were made on x86; elsewhere, between
 machines, and for parts that are larger than a room, sockets do it.
