@@ -49,6 +49,7 @@ from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.finished_plan import SUMMARY, float8_of, plan_from, read_summary
 from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
+from quantflow.planning.mtp import FILE as MTP_FILE
 from quantflow.planning.plan import OUTSIDE
 from quantflow.planning.recipe import parse_size
 from quantflow.planning.resources import Allowance, allow_export, compare
@@ -260,6 +261,7 @@ def _write(
     graph, plan = graph_for(source.config), plan_from(summary)
     layers = layer_store.records(job.source)
     schemes, head = plan.quantized, head_file.record_of(job.source)
+    mtp = head_file.mtp_record_of(job.source)
     links, not_finite = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source, beside)
     checkpoint = source.checkpoint
@@ -304,7 +306,8 @@ def _write(
             if plan.head
             else {}
         ),
-        "proof": _proof_of(job, summary, layers, head),
+        **({"mtp": {key: mtp[key] for key in ("errors", "decisions")}} if mtp else {}),
+        "proof": _proof_of(job, summary, layers, [part for part in (head, mtp) if part]),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.options.format].LAYOUT_VERSION},
         "made_from": made_from,
     }
@@ -325,11 +328,11 @@ def _proof_of(
     job: ExportJob,
     summary: Mapping[str, Any],
     layers: Sequence[Mapping[str, Any]],
-    head: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The manifest's record of the proof, which is given before the artifact is published."""
     if summary["proof"] == "tensors":
-        values = [part["values"] for part in (*layers, *([head] if head else []))]
+        values = [part["values"] for part in (*layers, *others)]
         return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
     canary = read_json(job.source / "canary.json")
     made_on = {word: value for word, value in summary.get("device", {}).items() if word != "name"}
@@ -366,10 +369,13 @@ def _write_weights(
         if not name.startswith(prefixes) and name not in replaced
     ]
     outside += _stored(job.source / FILE) if replaced else []
+    ahead = head_file.mtp_record_of(job.source).get("errors", ())
     outside += [
         Stored(path=source.checkpoint.folder / one.file, info=one.info, read=False)
-        for one in source.checkpoint.unused.values()
+        for name, one in source.checkpoint.unused.items()
+        if name.removesuffix(".weight") not in ahead
     ]
+    outside += _stored(job.source / MTP_FILE) if ahead else []
     paths = [job.source / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
     layers = [_stored(path) for path in paths]
     shards = shards_for(outside, layers, limit=parse_size(job.options.shard_size))

@@ -38,6 +38,9 @@ def tensor_entries(
         action, reason = "copied", "not a linear of a decoder layer"
         if name in source.checkpoint.unused:
             reason = f"{UNUSED}{source.checkpoint.unused[name].reason}"
+            if name.endswith(".weight") and linear in schemes:
+                becomes = encoder.tensor_names(linear, schemes[linear])
+                action, reason = "quantized", f"{reason}, {schemes[linear].name}"
         elif name in source.checkpoint.whole:
             becomes, action, reason = _of_parts(source.checkpoint.whole[name][2], schemes, encoder)
         elif name.endswith(".weight") and linear in schemes:

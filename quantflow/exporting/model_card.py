@@ -108,6 +108,8 @@ def model_card(manifest: Mapping[str, Any], quantization: Mapping[str, Any]) -> 
     )
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     stored = [*schemes, *([resolved["head"]["scheme"]] if "head" in resolved else [])]
+    mtp = resolved.get("mtp")
+    stored += [] if mtp is None else mtp["schemes"].values()
     layouts = sorted({scheme["layout"] for scheme in stored})
     transforms = ", ".join(
         f"{name} {options}" for item in resolved["transforms"] for name, options in item.items()
@@ -127,7 +129,7 @@ def model_card(manifest: Mapping[str, Any], quantization: Mapping[str, Any]) -> 
         f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by "
         f"{resolved['algorithm']}"
         f"{', scales tuned end to end' if TUNE in resolved else ''}"
-        f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}",
+        f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}{_mtp(mtp)}",
         "",
         "| | |",
         "|---|---|",
@@ -185,7 +187,7 @@ def _unused(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
     reasons = [
         entry["reason"].removeprefix(UNUSED)
         for entry in tensors
-        if entry["reason"].startswith(UNUSED)
+        if entry["reason"].startswith(UNUSED) and entry["action"] == "copied"
     ]
     counts = Counter(reasons)
     listed = "; ".join(f"{count} ({reason})" for reason, count in counts.items())
@@ -203,6 +205,17 @@ def _head(head: Mapping[str, Any] | None) -> str:
     )
     return (
         f" The head ({head['linear']}) is {head['scheme']['name']} by {head['algorithm']}{apart}."
+    )
+
+
+def _mtp(mtp: Mapping[str, Any] | None) -> str:
+    """A sentence about MTP layers that are quantized, after a space; empty where they are not."""
+    if mtp is None:
+        return ""
+    scheme = next(iter(mtp["schemes"].values()))["name"]
+    return (
+        f" {len(mtp['schemes'])} linears of layers that predict further tokens (MTP) are {scheme} "
+        f"by {mtp['algorithm']}."
     )
 
 

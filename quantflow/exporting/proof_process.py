@@ -7,7 +7,8 @@ source's bytes. Then, by the kind of proof that the manifest names:
                 The hidden states after each layer and the logits are those that quantize computed.
                 The lean decoder's layers are within rounding of them, or the manifest says that it
                 is not to run this artifact. The cost of rounding inputs is measured too
-                (quantflow/exporting/rounded_inputs.py).
+                (quantflow/exporting/rounded_inputs.py). Quantized MTP layers, which it does not run
+                through, are compared as below.
     tensors     Where no model ran. Every quantized linear, decoded some rows at a time, has the
                 values that quantize chose, and every other tensor the source's bytes. Rounding is
                 measured where that is asked for.
@@ -18,7 +19,7 @@ quantflow.exporting.proof_process
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from quantflow.files.verify import verify
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.open import config_of, graph_for
 from quantflow.models.reading import read_into, read_tensor
-from quantflow.quantizing.head_file import record_of
+from quantflow.quantizing.head_file import mtp_record_of, record_of
 from quantflow.quantizing.weight_rows import StoredTensors, ValuesDigest, decoded_rows, row_step
 
 FORMAT = FORMATS[DEFAULT]
@@ -81,6 +82,7 @@ def prove(
             rounded_inputs.on_canary(artifact, source, quantized),
         )
         notes = {"lean_decoder": reason, "rounded_inputs": cost}
+        _prove_mtp(opened, quantized, workers=workers)
     else:
         _prove_tensors(opened, quantized, workers=workers)
         notes = {}
@@ -99,13 +101,34 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
         if recipe.get("linears")
         else graph_for(config_of(artifact)).linears
     )
-    linears = [*named, *_heads(artifact)]
+    mtp = mtp_record_of(quantized).get("values", {})
+    linears = [*named, *_heads(artifact), *mtp]
     found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
     schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
     expected: dict[str, str] = {}
     for path in sorted((quantized / "layers").glob("*.json")):
         expected |= read_json(path)["values"]
-    expected |= record_of(quantized).get("values", {})
+    expected |= record_of(quantized).get("values", {}) | mtp
+    _compare_values(artifact, expected, schemes, workers=workers)
+
+
+def _prove_mtp(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
+    """The same for MTP layers alone, which no canary runs through."""
+    expected = mtp_record_of(quantized).get("values", {})
+    table = artifact.config["quantization_config"]
+    found = FORMAT.schemes_from_config(table, tuple(expected)) if expected else {}
+    schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+    _compare_values(artifact, expected, schemes, workers=workers)
+
+
+def _compare_values(
+    artifact: Checkpoint,
+    expected: Mapping[str, str],
+    schemes: Mapping[str, LinearScheme],
+    *,
+    workers: Workers,
+) -> None:
+    """Compare the values of linears with the digests that quantize recorded."""
     if expected.keys() != schemes.keys():
         name = min(expected.keys() ^ schemes.keys())
         raise IntegrityError(

@@ -45,7 +45,8 @@ BODY_KEYS = frozenset(
 # head: source name, errors and decisions of a quantized head, like a layer's
 # lean_decoder: the reason why the lean decoder does not run this artifact
 # rounded_inputs: the cost of rounding inputs that the schemes leave alone
-OPTIONAL_KEYS = frozenset({"head", "lean_decoder", "rounded_inputs"})
+# mtp: the same of quantized layers that predict further tokens
+OPTIONAL_KEYS = frozenset({"head", "mtp", "lean_decoder", "rounded_inputs"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Rounded inputs may diverge by a twentieth of the divergence of the artifact from its source.
@@ -69,6 +70,7 @@ class _Resolved(TypedDict):
     transforms: list[dict[str, Any]]
     schemes: dict[str, dict[str, Any] | None]
     head: NotRequired[dict[str, Any] | None]
+    mtp: NotRequired[dict[str, Any] | None]
 
 
 class _MadeBy(TypedDict):
@@ -178,6 +180,7 @@ class _Manifest(TypedDict):
     float8: _Flavour | None
     layers: list[_LayerRow]
     head: NotRequired[_LayerRow]
+    mtp: NotRequired[_LayerRow]
     lean_decoder: NotRequired[str | None]
     rounded_inputs: NotRequired[_RoundedInputs]
     proof: _Proof

@@ -45,6 +45,10 @@ NEUTRAL = frozenset(
         "transformers.js_config",
         "use_cache",
         "cache_implementation",
+        # layers beside the model's, which its forward does not run
+        "num_nextn_predict_layers",
+        "mtp_num_hidden_layers",
+        "num_mtp_layers",
         "id2label",
         "label2id",
         "is_decoder",

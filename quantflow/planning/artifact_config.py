@@ -39,9 +39,10 @@ def artifact_config(
     own = dict(config)
     if plan.head is not None:
         own["tie_word_embeddings"] = False
+    drafts = _of_drafts(unused) if plan.mtp is None else []
     own["quantization_config"] = FORMAT.quantization_config(
         schemes,
-        ignore=[*left_alone(graph, schemes, infos=infos, unused=unused), *_of_drafts(unused)],
+        ignore=[*left_alone(graph, schemes, infos=infos, unused=unused), *drafts],
         model_type=graph.family.model_type,
         kv_cache=plan.kv_cache,
         modules=module_names(graph),
@@ -89,7 +90,8 @@ def left_alone(
         # the module that makes logits may lie inside of the one that has the bias (lm_head.decoder)
         known = {modules.get(name, name) for name in named}
         left += named if place in known else [*named, place]
-    return list(dict.fromkeys([*left, *_unused_linears(unused)]))
+    beside = [name for name in _unused_linears(unused) if name not in quantized]
+    return list(dict.fromkeys([*left, *beside]))
 
 
 def _matrices_outside(graph: Graph, infos: Mapping[str, TensorInfo]) -> list[str]:

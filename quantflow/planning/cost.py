@@ -33,6 +33,7 @@ from quantflow.planning.sizes import (
     elements_of,
     head_file_bytes,
     layer_bytes,
+    mtp_file_bytes,
     outside_bytes,
     quantized_bytes,
 )
@@ -170,13 +171,14 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Memo
         (LIBRARIES + max(encoded) + installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + installed_bytes(model), forward),
         (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
-        *([] if plan.head is None else [_rounding(plan.head.algorithm)]),
+        *(_rounding(part.algorithm) for part in (plan.head, plan.mtp) if part is not None),
     )
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         peaks = (*peaks, (LIBRARIES + 2 * model.head[1], 0))
     result = (
         sum(encoded)
         + head_file_bytes(model, plan.head)
+        + mtp_file_bytes(model, plan.mtp)
         + (model.outside if plan.rotation is not None else 0)
     )
     scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
@@ -188,10 +190,10 @@ def need_files(model: ModelSize, plan: Plan) -> MemoryNeed:
 
     A worker holds the unit that it rounds, and units that wait to be written.
     """
-    algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
-    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
-        model, plan.head
-    )
+    apart = [part.algorithm for part in (plan.head, plan.mtp) if part is not None]
+    algorithms = [plan.algorithm, *apart]
+    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+    result += head_file_bytes(model, plan.head) + mtp_file_bytes(model, plan.mtp)
     return MemoryNeed(
         stage="quantize", base=FILES_BASE, peaks=tuple(map(_rounding, algorithms)), result=result
     )
@@ -204,7 +206,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> MemoryNeed:
     a canary holds one quantized layer, and after the last layer the head as stored.
     """
     layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
-    outside = outside_bytes(model, plan.head)
+    outside = outside_bytes(model, plan.head, plan.mtp)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     peaks: tuple[MemoryPeak, ...] = ((BUFFERS, 0),)

@@ -14,6 +14,7 @@ from quantflow.planning.sizes import (
     elements_of,
     head_file_bytes,
     layer_bytes,
+    mtp_file_bytes,
     outside_bytes,
 )
 
@@ -103,9 +104,10 @@ class Speed:
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Seconds of quantize, on the path that the plan takes."""
         head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
-        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
-            model, plan.head
-        )
+        for name in () if plan.mtp is None else plan.mtp.schemes:
+            head += elements_of(model.infos[f"{name}.weight"])
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+        result += head_file_bytes(model, plan.head) + mtp_file_bytes(model, plan.mtp)
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
             weights = head + sum(layer.elements for layer in model.layers)
@@ -152,7 +154,7 @@ class Speed:
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Seconds of export: copy what is not linked, hash, read all again for the proof."""
-        outside = outside_bytes(model, plan.head)
+        outside = outside_bytes(model, plan.head, plan.mtp)
         result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 

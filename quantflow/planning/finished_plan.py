@@ -13,6 +13,7 @@ from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
 from quantflow.files.schema import check
 from quantflow.planning.head import HeadPlan
+from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import SignRound, Tune
 
@@ -62,9 +63,15 @@ class _Head(TypedDict):
     algorithm: str
 
 
+class _Mtp(TypedDict):
+    schemes: dict[str, _Linear]
+    algorithm: str
+
+
 class _Plan(TypedDict):
     schemes: dict[str, _Linear | None]
     head: NotRequired[_Head | None]
+    mtp: NotRequired[_Mtp | None]
     kv_cache: NotRequired[_Tensor | None]
     algorithm: str
     transforms: list[dict[str, Any]]
@@ -98,7 +105,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
         for name, scheme in plan.schemes.items()
     }
     head = {} if plan.head is None else {"head": plan.head.as_json()}
-    return {**summary, "plan": {**summary["plan"], "schemes": schemes, **head}}
+    mtp = {} if plan.mtp is None else {"mtp": plan.mtp.as_json()}
+    return {**summary, "plan": {**summary["plan"], "schemes": schemes, **head, **mtp}}
 
 
 def plan_from(summary: Mapping[str, Any]) -> Plan:
@@ -121,6 +129,7 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",
         head=head_from(plan),
+        mtp=mtp_from(plan),
         kv_cache=kv_scheme_from(plan),
     )
 
@@ -156,6 +165,15 @@ def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:
     """Plan of the head, from a plan in quantize.json or a manifest; None leaves it as it is."""
     head = plan.get("head")
     return None if head is None else HeadPlan(**{**head, "scheme": scheme_from(head["scheme"])})
+
+
+def mtp_from(plan: Mapping[str, Any]) -> MtpPlan | None:
+    """Plan of MTP layers, from a plan in quantize.json; None leaves them as they are."""
+    mtp = plan.get("mtp")
+    if mtp is None:
+        return None
+    schemes = {name: scheme_from(data) for name, data in mtp["schemes"].items()}
+    return MtpPlan(schemes=schemes, algorithm=mtp["algorithm"])
 
 
 def scheme_from(data: Mapping[str, Any]) -> LinearScheme:

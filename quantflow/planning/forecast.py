@@ -47,6 +47,7 @@ from quantflow.planning.device_memory import (
 )
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
+from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Recipe, parse_size
@@ -58,6 +59,7 @@ from quantflow.planning.sizes import (
     elements_of,
     layer_bytes,
     model_size,
+    mtp_file_bytes,
     outside_bytes,
     quantized_bytes,
     quantized_specs,
@@ -96,7 +98,8 @@ def _planned(job: PlanJob) -> dict[str, Any]:
     graph = graph_for(config)
     model = model_size(checkpoint.infos_with_unused, config, graph)
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
-    plans, refused = _resolved(job, graph, shapes)
+    unused = {name: one.info.shape for name, one in checkpoint.unused.items()}
+    plans, refused = _resolved(job, graph, shapes, unused)
     planned = [plan.name for plan in plans]
     recipe = replace(recipe, quantize=tuple(e for e in recipe.quantize if e.name in planned))
     job = replace(job, recipe=recipe)
@@ -157,7 +160,10 @@ def _planned(job: PlanJob) -> dict[str, Any]:
 
 
 def _resolved(
-    job: PlanJob, graph: Graph, shapes: Mapping[str, Sequence[int]]
+    job: PlanJob,
+    graph: Graph,
+    shapes: Mapping[str, Sequence[int]],
+    unused: Mapping[str, Sequence[int]],
 ) -> tuple[list[Plan], dict[str, QuantflowError]]:
     """The plans of the artifacts, and the refusals of those that are left out, by name.
 
@@ -167,7 +173,7 @@ def _resolved(
     plans, refused = [], dict[str, QuantflowError]()
     for entry in job.recipe.quantize:
         try:
-            plans.append(resolve(entry, graph, shapes, measured=job.measured))
+            plans.append(resolve(entry, graph, shapes, unused=unused, measured=job.measured))
         except (UsageError, UnsupportedError) as error:
             if not job.fitting:
                 raise
@@ -306,6 +312,7 @@ def _artifact(
     return {
         "name": plan.name,
         "head": None if plan.head is None else plan.head.scheme.name,
+        "mtp": None if plan.mtp is None else plan.mtp.scheme.name,
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.method,
@@ -316,7 +323,7 @@ def _artifact(
         "output_bytes": output_bytes(
             checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)
         ),
-        "tensor_bytes": outside_bytes(model, plan.head)
+        "tensor_bytes": outside_bytes(model, plan.head, plan.mtp)
         + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
@@ -409,6 +416,9 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
     if plan.head is not None:
         table.append(_head_row(model, plan.head))
         linears.add(f"{plan.head.linear}.weight")
+    if plan.mtp is not None:
+        table.append(_mtp_row(model, plan.mtp))
+        linears |= {f"{name}.weight" for name in plan.mtp.schemes}
     past = tuple(f"{layer.prefix}." for layer in graph.layers if layer.skipped)
     rest = [
         info
@@ -441,6 +451,19 @@ def _head_row(model: ModelSize, head: HeadPlan) -> dict[str, Any]:
         "scheme": _words(head.scheme),
         "bytes_before": 0 if head.tied else info.nbytes,
         "bytes_after": quantized_bytes(head.linear, head.scheme, info),
+    }
+
+
+def _mtp_row(model: ModelSize, mtp: MtpPlan) -> dict[str, Any]:
+    """The row of the quantized linears of layers that predict further tokens."""
+    infos = [model.infos[f"{name}.weight"] for name in mtp.schemes]
+    return {
+        "tensors": "linears of layers that predict further tokens (MTP)",
+        "count": len(infos),
+        "shape": None,
+        "scheme": _words(mtp.scheme),
+        "bytes_before": sum(info.nbytes for info in infos),
+        "bytes_after": mtp_file_bytes(model, mtp),
     }
 
 

@@ -17,7 +17,7 @@ from quantflow.algorithms import ALGORITHMS, COMBINATIONS, NEAREST
 from quantflow.core.scheme import LinearScheme, scheme_words
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.models.graph import Graph
-from quantflow.planning.recipe import HeadSettings, Quantize
+from quantflow.planning.recipe import HeadSettings, MtpSettings, Quantize
 from quantflow.planning.requirements import override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
@@ -79,7 +79,7 @@ def head_of(
     if linear in ignored:
         cause = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
         raise UsageError(cause, "take one of the two out")
-    algorithm = _algorithm(entry.name, entry.head, scheme)
+    algorithm = algorithm_of_weights(entry.name, "head", entry.head, scheme, place="the head")
     features = shapes[tensor][1]
     if features % (scheme.weights.group_size or 1):
         raise UsageError(
@@ -124,34 +124,43 @@ def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
         )
 
 
-def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
-    """The algorithm that rounds the head.
+def algorithm_of_weights(
+    name: str, key: str, settings: HeadSettings | MtpSettings, scheme: LinearScheme, *, place: str
+) -> str:
+    """The algorithm that rounds linears of whose inputs nothing is measured.
+
+    Args:
+        name: name of the artifact.
+        key: key of the recipe that names them.
+        settings: content of that key.
+        scheme: scheme of the linears.
+        place: the linears in words.
 
     Raises:
         UsageError: it is unknown, it or the scheme needs statistics, or it does not go with float8.
     """
     names = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
-    algorithm = head.algorithm or scheme.algorithm
+    algorithm = settings.algorithm or scheme.algorithm
     if algorithm not in (*ALGORITHMS, *COMBINATIONS):
         raise UsageError(
-            f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, names)
+            f"{name}: {key}: algorithm {algorithm!r} is unknown", nearest(algorithm, names)
         )
     if algorithm not in names:
         raise UsageError(
-            f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration "
-            "text, of which nothing is collected for the head",
-            f"give one that reads weights alone ({', '.join(names)}): --head {head.scheme}:hqq, "
-            "or head: {algorithm: hqq}",
+            f"{name}: {key}: algorithm {algorithm} of scheme {settings.scheme} reads the "
+            f"calibration text, of which nothing is collected for {place}",
+            f"give one that reads weights alone ({', '.join(names)}): --{key} "
+            f"{settings.scheme}:hqq, or {key}: {{algorithm: hqq}}",
         )
     if scheme.input is not None and scheme.input.measured:
         raise UsageError(
-            f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured "
-            "for the head",
+            f"{name}: {key}: scheme {settings.scheme} has a static input, whose range is not "
+            f"measured for {place}",
             "choose one with a dynamic input or none, such as FP8_DYNAMIC, W8A8 or W8A16",
         )
     if algorithm != NEAREST and scheme.weights.kind != "int":
         raise UsageError(
-            f"{name}: head: algorithm {algorithm} with scheme {head.scheme}",
+            f"{name}: {key}: algorithm {algorithm} with scheme {settings.scheme}",
             f"use algorithm {NEAREST} for float8",
         )
     return algorithm

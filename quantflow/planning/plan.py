@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
@@ -35,6 +36,7 @@ from quantflow.planning.compatibility import (
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
+from quantflow.planning.mtp import MtpPlan, mtp_of, refuse_mtp_ranks
 from quantflow.planning.recipe import ACTIVE, Quantize, SignRound, Tune
 from quantflow.planning.requirements import (
     GRADIENT_SUM,
@@ -78,6 +80,7 @@ class Plan:
         experts: policy for undercalibrated experts; None where no expert is quantized by
             statistics.
         head: quantization of the head; None leaves it as it is.
+        mtp: quantization of the layers that predict further tokens; None leaves them as they are.
         kv_cache: scheme of keys and values; None leaves them as they are.
         learned: settings of learned rounding, which starts from the algorithm's result; None
             without.
@@ -92,6 +95,7 @@ class Plan:
     file_to_file: bool = False
     experts: Policy | None = None
     head: HeadPlan | None = None
+    mtp: MtpPlan | None = None
     kv_cache: TensorScheme | None = None
     learned: SignRound | None = None
     tune: Tune | None = None
@@ -108,15 +112,19 @@ class Plan:
         by_name[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         by_name |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
         by_name |= {} if self.tune is None else {TUNE: tune.VERSION}
-        return by_name | (
-            {} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION}
-        )
+        apart = {"head": self.head, "mtp": self.mtp}
+        return by_name | {
+            key: ALGORITHMS[part.algorithm].VERSION
+            for key, part in apart.items()
+            if part is not None
+        }
 
     @property
     def quantized(self) -> dict[str, LinearScheme]:
-        """Every linear that is quantized, the head last."""
+        """Every linear that is quantized; the head comes behind the layers', MTP layers last."""
         found = {name: scheme for name, scheme in self.schemes.items() if scheme is not None}
-        return found if self.head is None else {**found, self.head.linear: self.head.scheme}
+        head = {} if self.head is None else {self.head.linear: self.head.scheme}
+        return {**found, **head, **({} if self.mtp is None else self.mtp.schemes)}
 
     @property
     def needs_hessian(self) -> bool:
@@ -218,6 +226,7 @@ class Plan:
         parts = (("learned", self.learned), (TUNE, self.tune))
         more = {key: asdict(part) for key, part in parts if part is not None}
         more |= {} if self.kv_cache is None else {"kv_cache": scheme_words(self.kv_cache)}
+        more |= {} if self.mtp is None else {"mtp": self.mtp.as_json()}
         return {
             "schemes": schemes,
             "algorithm": self.method,
@@ -232,6 +241,7 @@ def resolve(
     graph: Graph,
     shapes: Mapping[str, Sequence[int]],
     *,
+    unused: Mapping[str, Sequence[int]] = MappingProxyType({}),
     measured: bool = True,
     ranks: int = 1,
 ) -> Plan:
@@ -241,6 +251,7 @@ def resolve(
         entry: entry of the recipe.
         graph: linears of the model.
         shapes: source tensor name -> shape, from the shard headers.
+        unused: the same of the tensors that no module of the model has.
         measured: whether a measurement will be given; with one, the artifact of one process is
             proven by running its first tokens.
         ranks: number of ranks that share the model.
@@ -284,6 +295,9 @@ def resolve(
         check_model(entry.name, name, KNOWN[name].SUPPORTS, graph=graph, ranks=ranks)
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
     refuse_ranks(entry.name, head, ranks=ranks)
+    rotates = any(name in ROTATIONS for name, _ in transforms)
+    mtp = mtp_of(entry, graph, unused, rotates=rotates)
+    refuse_mtp_ranks(entry.name, mtp, ranks=ranks)
     needs = needs_of(entry, used)
     if COUNTS.name in needs and graph.sparse:
         raise UnsupportedError(
@@ -330,6 +344,7 @@ def resolve(
             or learned is not None,
         ),
         head=head,
+        mtp=mtp,
         learned=learned,
         tune=tuning,
     )

@@ -7,6 +7,7 @@
                    scale_arithmetic, input_observer, transforms, ignore, overrides, linears,
                    signround: {iterations, sequences, start}, tune: {steps, sequences},
                    kv_cache: {scheme, granularity}, head: {scheme, algorithm, group_size},
+                   mtp: {scheme, algorithm, group_size},
                    quantized_inputs, experts, expert_tokens, target_bpw, max_kld, bits_of,
                    expect}, ...]
     unify:       {groups}
@@ -84,8 +85,8 @@ def kv_cache_flag(text: str | None) -> dict[str, str] | None:
     return {"scheme": scheme, **({"granularity": granularity} if colon else {})}
 
 
-def head_flag(text: str) -> dict[str, Any]:
-    """The recipe's value for `W4A16:hqq:64`.
+def _scheme_flag(flag: str, text: str) -> dict[str, Any]:
+    """The recipe's value of an option for `W4A16:hqq:64`.
 
     Raises:
         UsageError: it has more than three parts, or a group size that is no number.
@@ -94,15 +95,19 @@ def head_flag(text: str) -> dict[str, Any]:
     size = rest.pop() if rest and rest[-1].isdecimal() else None
     if len(rest) > 1:
         raise UsageError(
-            f"--head {text}: {len(rest)} words after the scheme",
+            f"{flag} {text}: {len(rest)} words after the scheme",
             "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64",
         )
-    head = {
+    settings = {
         "scheme": scheme,
         "algorithm": rest[0] if rest else None,
         "group_size": None if size is None else int(size),
     }
-    return {key: value for key, value in head.items() if value is not None}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+head_flag = functools.partial(_scheme_flag, "--head")
+mtp_flag = functools.partial(_scheme_flag, "--mtp")
 
 
 def smoothquant_flag(alpha: str) -> list[dict[str, Any]]:
@@ -260,10 +265,28 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         """Refuse a word that means nothing."""
-        if self.scheme not in SCHEME_NAMES:
-            raise UsageError(
-                f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES))
-            )
+        _check_scheme("head", self.scheme)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSettings:
+    """The scheme of layers that predict further tokens (MTP)."""
+
+    scheme: str = setting(help="A preset, or another name of one.")
+    algorithm: str | None = setting(None, help="Algorithm that rounds them; null is the scheme's.")
+    group_size: int | None = setting(None, help="Input features per scale; null is the scheme's.")
+
+    def __post_init__(self) -> None:
+        """Refuse a word that means nothing."""
+        _check_scheme("mtp", self.scheme)
+
+
+def _check_scheme(key: str, scheme: str) -> None:
+    """Refuse a scheme that means nothing."""
+    if scheme not in SCHEME_NAMES:
+        raise UsageError(
+            f"{key}: scheme {scheme!r} is unknown", nearest(scheme, list(SCHEME_NAMES))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +433,15 @@ class Quantize:
         parse=head_flag,
         help="Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it "
         "is); a tied one is untied.",
+    )
+    mtp: MtpSettings | None = setting(
+        None,
+        "--mtp",
+        metavar="SCHEME[:ALGORITHM[:GROUP]]",
+        verbs=("quantize", "plan"),
+        parse=mtp_flag,
+        help="Quantize layers that predict further tokens (MTP) too: FP8_DYNAMIC, W8A16, "
+        "W4A16:hqq:64 (default: leave them as they are).",
     )
     quantized_inputs: bool | None = _for_quantize(
         None,

@@ -33,7 +33,7 @@ from quantflow.observers.histogram import COUNTS
 from quantflow.observers.min_max import MAX_VAL, MIN_VAL
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning.compatibility import KNOWN, check_transforms
-from quantflow.planning.recipe import HeadSettings, Override, Quantize, SignRound, Tune
+from quantflow.planning.recipe import HeadSettings, MtpSettings, Override, Quantize, SignRound, Tune
 from quantflow.transforms import ROTATIONS, smoothquant
 
 GRADIENT_SUM = GRADIENTS.name  # the one statistic that algorithms read of a linear's output
@@ -136,8 +136,10 @@ def base_of(entry: Quantize) -> LinearScheme:
     )
 
 
-def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearScheme:
-    """The scheme of an override or the head, with the entry's other settings as far as they fit.
+def override_of(entry: Quantize, override: Override | HeadSettings | MtpSettings) -> LinearScheme:
+    """The scheme of an override, the head or MTP layers.
+
+    It has the entry's other settings as far as they fit.
 
     Raises:
         SchemeError: see `scheme_of`.

@@ -15,6 +15,7 @@ from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan
+from quantflow.planning.mtp import MtpPlan
 
 FORMAT = FORMATS[DEFAULT]
 # Bytes of tensors up to which export writes one file. Above, links to the layer files cost nothing
@@ -209,10 +210,21 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
     return specs
 
 
-def outside_bytes(model: ModelSize, head: HeadPlan | None) -> int:
-    """Bytes of the tensors outside the layers after quantization, the quantized head included."""
+def outside_bytes(model: ModelSize, head: HeadPlan | None, mtp: MtpPlan | None) -> int:
+    """Bytes of the tensors outside the layers after quantization, quantized ones included."""
     replaced = 0 if head is None or head.tied else model.infos[head.tensor].nbytes
-    return model.outside + head_file_bytes(model, head) - replaced
+    for name in () if mtp is None else mtp.schemes:
+        replaced += model.infos[f"{name}.weight"].nbytes
+    return model.outside + head_file_bytes(model, head) + mtp_file_bytes(model, mtp) - replaced
+
+
+def mtp_file_bytes(model: ModelSize, mtp: MtpPlan | None) -> int:
+    """Bytes of the tensors that linears of MTP layers become; 0 where they stay as they are."""
+    schemes = {} if mtp is None else mtp.schemes
+    return sum(
+        quantized_bytes(name, scheme, model.infos[f"{name}.weight"])
+        for name, scheme in schemes.items()
+    )
 
 
 def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:

@@ -67,6 +67,7 @@ from quantflow.quantizing.weight_rows import (
     block_specs,
     head_block,
     layer_block,
+    mtp_block,
     units_of,
 )
 
@@ -104,7 +105,7 @@ def quantize_files(
     choose: Choose | None = None,
     device: Device = HOST,
 ) -> None:
-    """Bring the file of every layer, and of a head that is quantized, up to date.
+    """Bring the file of every layer, and of a head or MTP layers that are quantized, up to date.
 
     Args:
         output: the stage's folder, locked by the caller; `layers` is there.
@@ -127,8 +128,8 @@ def quantize_files(
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
-        layers, head = _blocks(plan, source, graph)
-        files = [block.files for block in (*layers, *head)]
+        blocks_by_unit = _blocks(plan, source, graph)
+        files = [block.files for blocks in blocks_by_unit.values() for block in blocks]
         hashes = stack.enter_context(
             HashesAhead(files, folder=source.checkpoint.folder, digests=digests)
         )
@@ -137,7 +138,7 @@ def quantize_files(
         stack.callback(lambda: [future.result() for future in pending])
         stage = f"{'quantize' if choose is None else 'unify'} {plan.name}"
         nbytes = partial(_nbytes, share)
-        for unit, blocks in (("layer", layers), ("head", head)):
+        for unit, blocks in blocks_by_unit.items():
             for block in progress.steps(blocks, stage=stage, unit=unit, nbytes=nbytes):
                 written = _written(
                     output,
@@ -190,15 +191,16 @@ def _written(
     )
 
 
-def _blocks(
-    plan: Plan, source: ModelFiles, graph: Graph
-) -> tuple[list[FileBlock], list[FileBlock]]:
-    """The layers, and the head where it is quantized."""
-    layers = [layer_block(layer, plan, source) for layer in graph.layers]
-    if plan.head is None:
-        return layers, []
-    file, info = source.checkpoint.tensors[plan.head.tensor]
-    return layers, [head_block(plan.head, source.checkpoint.folder / file, info)]
+def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> dict[str, list[FileBlock]]:
+    """The layers, then the head and MTP layers where they are quantized, by what they are."""
+    checkpoint = source.checkpoint
+    blocks = {"layer": [layer_block(layer, plan, source) for layer in graph.layers]}
+    if plan.head is not None:
+        file, info = checkpoint.tensors[plan.head.tensor]
+        blocks["head"] = [head_block(plan.head, checkpoint.folder / file, info)]
+    if plan.mtp is not None:
+        blocks["MTP file"] = [mtp_block(plan.mtp, checkpoint)]
+    return blocks
 
 
 def _nbytes(share: CardShare, block: FileBlock) -> int:

@@ -38,6 +38,11 @@ class PlannedModel:
         return self.plan.needs_measurement or self.entry.mixed
 
     @property
+    def unused(self) -> Mapping[str, Sequence[int]]:
+        """Name -> shape of the source's tensors that no module of the model has."""
+        return {name: one.info.shape for name, one in self.source.checkpoint.unused.items()}
+
+    @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Source tensor name -> shape."""
         return {name: info.shape for name, info in self.source.checkpoint.infos.items()}
@@ -55,5 +60,6 @@ def planned(job: QuantizeJob) -> PlannedModel:
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     measured = job.measurement is not None or job.entry.mixed
-    plan = resolve(job.entry, graph, shapes, measured=measured, ranks=job.ranks)
+    unused = {name: one.info.shape for name, one in source.checkpoint.unused.items()}
+    plan = resolve(job.entry, graph, shapes, unused=unused, measured=measured, ranks=job.ranks)
     return PlannedModel(entry=job.entry, source=source, graph=graph, plan=plan)

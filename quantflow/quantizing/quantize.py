@@ -4,7 +4,8 @@ Reads    the model folder; a measurement, when the scheme, transforms or algorit
          of one rank, or of as many ranks as quantize, or Gaudi's files where maxima suffice
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json;
          canary.safetensors and .json, unless file to file;
-         head.safetensors and .json, where the head is quantized;
+         head.safetensors and .json, where the head is quantized; mtp.safetensors and .json,
+         where layers that predict further tokens are;
          recipe.yaml, choice.json, pareto.svg, where schemes are chosen
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next
          one are read back; at the step, where scales are tuned afterwards
@@ -59,7 +60,7 @@ from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.open import ModelFiles, notes_of, refuse_not_finite
-from quantflow.planning import head
+from quantflow.planning import head, mtp
 from quantflow.planning.device_memory import allow_on_device, quantize_on_device
 from quantflow.planning.experts import refuse_team
 from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
@@ -85,12 +86,14 @@ if TYPE_CHECKING:
 
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
-LATER = ("linears", "scale_method", "scale_arithmetic", "bits_of")
+LATER = ("linears", "scale_method", "scale_arithmetic", "bits_of", "mtp")
 PARTS = (
     "layers",
     OUTSIDE,
     head.FILE,
     head.RECORD,
+    mtp.FILE,
+    mtp.RECORD,
     "canary.safetensors",
     "canary.json",
     "quantize.json",
@@ -235,7 +238,7 @@ def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progre
     while True:
         chosen = replace(job, entry=mixture.resolved())
         progress.say(f"quantize {job.entry.name}: {mixture.description}")
-        plan = resolve(chosen.entry, model.graph, model.shapes)
+        plan = resolve(chosen.entry, model.graph, model.shapes, unused=model.unused)
         _quantize(chosen, replace(model, plan=plan, mixture=mixture), progress)
         if stage_folder.done(job.output) is not None:
             return job.output
@@ -419,8 +422,10 @@ def _allow(
     text = () if measurement is None else plan.text(measurement.sequences)
     lengths = [len(sequence) for sequence in text]
     held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+    checkpoint = source.checkpoint
+    read = checkpoint.infos if plan.mtp is None else checkpoint.infos_with_unused
     sizes = model_size(
-        {name: held.info(info) for name, info in source.checkpoint.infos.items()},
+        {name: held.info(info) for name, info in read.items()},
         source.config,
         model.graph,
     )

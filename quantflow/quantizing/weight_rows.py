@@ -20,6 +20,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
 from quantflow.files.canonical import digest_of
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
@@ -28,6 +29,8 @@ from quantflow.models.open import ModelFiles
 from quantflow.models.reading import bytes_of, read_columns, read_into, read_once, read_tensor
 from quantflow.planning.cost import UNIT
 from quantflow.planning.head import FILE, HeadPlan
+from quantflow.planning.mtp import FILE as MTP_FILE
+from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan
 from quantflow.quantizing.shards.share import WHOLE, CardShare
 
@@ -110,7 +113,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBlock:
-    """The source of one file of the result: a decoder layer, or the head.
+    """The source of one file of the result: a decoder layer, the head, or MTP layers.
 
     Attributes:
         path: path of the file in the stage's folder.
@@ -121,7 +124,7 @@ class FileBlock:
         schemes: linear -> its scheme; a tensor without an entry is copied.
         groups: linears that share an input.
         algorithm: a key of ALGORITHMS.
-        layer: the decoder layer; None of the head.
+        layer: the decoder layer; None of what lies outside the layers.
     """
 
     path: str
@@ -174,6 +177,21 @@ def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> FileBlock:
         schemes={head.linear: head.scheme},
         groups=((head.linear,),),
         algorithm=head.algorithm,
+    )
+
+
+def mtp_block(mtp: MtpPlan, checkpoint: Checkpoint) -> FileBlock:
+    """The block of the linears of layers that predict further tokens."""
+    unused = [checkpoint.unused[f"{name}.weight"] for name in mtp.schemes]
+    tensors = [(one.file, one.info) for one in unused]
+    return FileBlock(
+        path=MTP_FILE,
+        key="mtp",
+        folder=checkpoint.folder,
+        tensors=tuple(sorted(tensors, key=lambda item: (item[0], item[1].offset, item[1].name))),
+        schemes=mtp.schemes,
+        groups=tuple((name,) for name in mtp.schemes),
+        algorithm=mtp.algorithm,
     )
 
 

@@ -95,6 +95,7 @@ class Artifact:
         caches: source names of the attentions whose keys and values have scales, in order of the
             layers, and the number of kv heads of each; none where they are kept as they are.
         linears: source name of each quantized linear -> its placement.
+        mtp: the same of layers that predict further tokens, which the model does not run.
         modules: source name of a linear, quantized or not -> its name in transformers' model, where
             that differs.
         dtype: dtype of the parameters that are not quantized and of all inputs.
@@ -118,6 +119,7 @@ class Artifact:
     layout: TensorLayout = compressed_tensors
     cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
     modules: Mapping[str, str] = field(default_factory=dict)
+    mtp: Mapping[str, RunnableLinear] = field(default_factory=dict)
     linears_device: torch.device | None = None
 
     @functools.cached_property
@@ -362,7 +364,17 @@ def open_artifact(
         choose_backend=choose_backend,
         dtype=dtype,
         device=torch.device(device),
+        mtp=_mtp_shapes(manifest),
     )
+
+
+def _mtp_shapes(manifest: Mapping[str, Any]) -> Shapes:
+    """(O, I) of the quantized linears of layers that predict further tokens, by source name."""
+    return {
+        entry["name"].removesuffix(".weight"): tuple(entry["shape"])
+        for entry in manifest["ledger"]["tensors"]
+        if entry["action"] == "quantized" and entry["reason"].startswith(UNUSED)
+    }
 
 
 def _open_foreign(
@@ -461,12 +473,15 @@ def _with_backends(
     choose_backend: Callable[[Case], tuple[LinearScheme, Backend, dict[str, str]]],
     dtype: torch.dtype,
     device: torch.device,
+    mtp: Shapes | None = None,
 ) -> Artifact:
-    """The artifact, with the backend of each linear."""
+    """The artifact, with the backend of each linear; `mtp` are those beside the model's."""
     # linears of one scheme and shape, which are many, ask the backends once
     linears, alike = {}, functools.cache(choose_backend)
-    for name, stored in headers.schemes.items():
-        shape = headers.shapes[name]
+    mtp = mtp or {}
+    schemes = headers.schemes | (quantization.schemes(mtp, {}) if mtp else {})
+    for name, stored in schemes.items():
+        shape = mtp[name] if name in mtp else headers.shapes[name]
         scheme, chosen, reasons = alike(
             Case(scheme=stored, device=device, shape=shape, dtype=dtype)
         )
@@ -483,7 +498,8 @@ def _with_backends(
         names=headers.names,
         head=headers.head,
         caches=headers.caches,
-        linears=linears,
+        linears={name: linears[name] for name in headers.schemes},
+        mtp={name: linears[name] for name in mtp},
         dtype=dtype,
         device=device,
         kv_cache=quantization.cache,

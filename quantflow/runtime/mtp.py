@@ -61,7 +61,8 @@ class AheadLayer:
             InputError: a tensor that holds what it must not.
         """
         blueprint, artifact = shared.blueprint, _with_unused(artifact)
-        names, folder = artifact.checkpoint.tensors, artifact.checkpoint.folder
+        folder = artifact.checkpoint.folder
+        names = {*artifact.checkpoint.tensors, *(f"{name}.weight" for name in artifact.linears)}
         found = layers_ahead(names)
         if not found:
             raise UnsupportedError(f"{folder}: no layer predicts further tokens (MTP)", _REMEDY)
@@ -177,7 +178,7 @@ class AheadLayer:
 
 
 def _with_unused(artifact: Artifact) -> Artifact:
-    """The artifact with the tensors that no module of transformers has."""
+    """The artifact with the tensors that no module of transformers has, quantized ones too."""
     checkpoint = artifact.checkpoint
     sealed = checkpoint.sealed
     unused = {
@@ -188,7 +189,9 @@ def _with_unused(artifact: Artifact) -> Artifact:
         for name, one in checkpoint.unused.items()
     }
     return replace(
-        artifact, checkpoint=replace(checkpoint, tensors={**checkpoint.tensors, **unused})
+        artifact,
+        checkpoint=replace(checkpoint, tensors={**checkpoint.tensors, **unused}),
+        linears={**artifact.linears, **artifact.mtp},
     )
 
 

@@ -84,6 +84,7 @@ class ArtifactToMend:
             entry,
             self.graph,
             {name: info.shape for name, info in self.source.checkpoint.infos.items()},
+            unused={name: one.info.shape for name, one in self.source.checkpoint.unused.items()},
         )
 
     def nbytes(self, plan: Plan, linears: Sequence[str]) -> int:

@@ -32,8 +32,9 @@ def resolved(recipe: Recipe, progress: Progress) -> Recipe:
     source = open_source(str(folder))
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    unused = {name: one.info.shape for name, one in source.checkpoint.unused.items()}
     for entry in recipe.quantize:
-        plan.resolve(entry, graph, shapes)
+        plan.resolve(entry, graph, shapes, unused=unused)
     calibration = with_calibration_text(recipe.calibration, progress)
     validate = with_evaluation_text(recipe.validate, progress)
     for path in (calibration.source, validate.text):
