@@ -262,7 +262,9 @@ class ServedModel:
             Refused: of kind template_error.
         """
         if not self.has_template:
-            raise bad_template("template not found")
+            raise bad_template(
+                "template not found: the model has none; start the server with --chat-template FILE"
+            )
         work = partial(
             chat_template.render,
             self.tokenizer,

@@ -158,3 +158,13 @@ def test_what_answers_is_gone_with_the_server(serve, hostile):
         process = model._renderer._process
         assert process.poll() is None
     assert process.poll() is not None
+
+
+def test_a_model_without_a_template_says_how_to_give_one(serve):
+    with serve(chat_template=None) as asking:
+        answer = asking.post("/v1/chat/completions", {"messages": asks("def"), "max_tokens": 1})
+    assert answer.status == 422
+    assert answer.json()["error"]["message"] == (
+        "Template error: template not found: the model has none; start the server with "
+        "--chat-template FILE"
+    )
