@@ -35,10 +35,10 @@ from quantflow.files.safetensors_header import SplitTensor
 from quantflow.files.safetensors_writer import Spec
 from quantflow.models.open import graph_for, words_in_float32
 from quantflow.models.reading import read_tensor
-from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 from quantflow.sources.models import model_folder
+from quantflow.units import parse_size
 
 VERSION = 2
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -51,12 +51,12 @@ from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
 from quantflow.planning.mtp import FILE as MTP_FILE
 from quantflow.planning.plan import OUTSIDE
-from quantflow.planning.recipe import parse_size
 from quantflow.planning.resources import Allowance, allow_export, compare
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.quantizing import head_file
 from quantflow.quantizing.shards.share import refuse_shards
+from quantflow.units import parse_size
 
 # of a layer's record, in the manifest
 LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")

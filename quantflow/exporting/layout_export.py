@@ -37,10 +37,10 @@ from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.open import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
 from quantflow.planning.artifact_config import left_alone, module_names
-from quantflow.planning.recipe import parse_size
 from quantflow.planning.stock_transformers import for_transformers
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
+from quantflow.units import parse_size
 
 VERSION = 1
 

@@ -30,10 +30,10 @@ from quantflow.files.origin import IMPORT, origin_of
 from quantflow.files.outputs import output_folder
 from quantflow.models.identity import identify
 from quantflow.models.reading import read_tensor
-from quantflow.planning.recipe import parse_size
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.adapters import CONFIG, Factors, read_adapter, weights_file
 from quantflow.sources.models import model_folder
+from quantflow.units import parse_size
 
 VERSION = 1
 _FLOATS = frozenset({"F32", "BF16", "F16"})

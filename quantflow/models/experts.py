@@ -138,9 +138,12 @@ class Experts(nn.ModuleList):
     Attributes:
         spread: how they lie on several cards; None where this process has all of them. The sum is
             in the same order, so its bits are those of one process.
+        fetch: function from the numbers of chosen experts, ascending, to their modules in that
+            order, each with its weights when its turn comes; None where they have them.
     """
 
     spread: SpreadExperts | None = None
+    fetch: Callable[[Sequence[int]], Iterator[nn.Module]] | None = None
 
     @property
     def names(self) -> tuple[ExpertNames, ...]:
@@ -160,11 +163,12 @@ class Experts(nn.ModuleList):
         """
         total = torch.zeros_like(hidden_states)
         ready = self._ready(hidden_states, top_k_index, every=False)
-        for number in torch.unique(top_k_index).tolist():
-            if number >= len(self):  # some routers name one more than there are: no expert
-                continue
+        # some routers name one more than there are: no expert
+        chosen = [n for n in torch.unique(top_k_index).tolist() if n < len(self)]
+        experts = (self[n] for n in chosen) if self.fetch is None else self.fetch(chosen)
+        for number, expert in zip(chosen, experts, strict=True):
             place, token = torch.where((top_k_index == number).T)
-            outputs = self[number](hidden_states[token]) if ready is None else ready[number]
+            outputs = expert(hidden_states[token]) if ready is None else ready[number]
             _add_(total, outputs, token, top_k_weights[token, place])
         return total
 

@@ -28,10 +28,11 @@ from quantflow.observers.hessian import HESSIAN_SUM, folding_bytes, observer_byt
 from quantflow.planning import cost
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
-from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import round_up
 from quantflow.planning.sizes import FLOAT, ModelSize
 from quantflow.transforms import TRANSFORMS
+from quantflow.units import parse_size
 from quantflow.units import size as text_of
 
 

@@ -50,7 +50,7 @@ from quantflow.planning.head import HeadPlan
 from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve
 from quantflow.planning.plan_job import PlanJob
-from quantflow.planning.recipe import Recipe, parse_size
+from quantflow.planning.recipe import Recipe
 from quantflow.planning.requirements import statistics_for
 from quantflow.planning.resources import grant, memory_limit
 from quantflow.planning.sizes import (
@@ -67,6 +67,7 @@ from quantflow.planning.sizes import (
 from quantflow.progress import Progress
 from quantflow.sources.headers import described
 from quantflow.sources.models import is_on_hub, model_folder
+from quantflow.units import parse_size
 
 CARD = 3000  # bytes of README.md
 # bytes of the manifest about each source tensor, and about each linear's errors and decisions

@@ -46,6 +46,7 @@ from quantflow.files.folder import reading
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.settings import check_numbers, device_flag, setting
 from quantflow.shipped import TEXTS, shipped_texts
+from quantflow.units import parse_size
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
 ACTIVE = "active"
@@ -57,16 +58,6 @@ RUN_DTYPES = ("float32", "bfloat16")  # dtypes of weights and activations while 
 COMPUTING = ("plan", "measure", "quantize", "validate", "compare")
 # verbs that keep to limits
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate", "compare")
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
 
 # settings that are options of these verbs
 _for_measure = functools.partial(setting, verbs=("measure",))
@@ -999,23 +990,3 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             f"give a {hint.__name__}",
         )
     return value
-
-
-def parse_size(text: str) -> int:
-    """Bytes that `4GiB`, `500MB` or `1000` stand for.
-
-    Raises:
-        UsageError: the text is not a number with a known unit.
-    """
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*", text)
-    if (
-        match is None
-        or match[2].upper() not in UNITS
-        or not 1 <= (size := float(match[1]) * UNITS[match[2].upper()]) < 2**63
-    ):
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise UsageError(
-            f"size {shown!r}",
-            "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB",
-        )
-    return int(size)

@@ -33,8 +33,9 @@ from quantflow.planning.cost import (
 )
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan
-from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.recipe import Resources
 from quantflow.planning.sizes import ModelSize
+from quantflow.units import parse_size
 from quantflow.units import size as text_of
 
 OFFLOAD_SHARE = 10  # disk_offload leaves a tenth of the memory

@@ -371,8 +371,10 @@ class GenerateJob:
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them
             from there.
         exact: inputs that the schemes leave alone are never rounded.
-        disk_offload: leave the weights on disk and read them for every token; the same tokens with
-            little memory.
+        disk_offload: leave the weights on disk and read them for every token, of a mixture those
+            of the chosen experts; the same tokens with little memory.
+        max_memory: memory of the process with `disk_offload`, such as 4GiB; what is left of it
+            keeps experts.
         device: device where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
@@ -567,7 +569,15 @@ class GenerateJob:
         False,
         flag="--disk-offload",
         verbs=GENERATE,
-        help="Keep one layer in memory at a time and read the next from disk.",
+        help="Read weights from disk as they are needed; of a mixture the experts that are chosen.",
+    )
+    max_memory: str | None = setting(
+        None,
+        flag="--max-memory",
+        metavar="SIZE",
+        verbs=GENERATE,
+        help="With --disk-offload: memory of the process at most, such as 4GiB; what is left of "
+        "it keeps experts (default: a tenth of the machine's).",
     )
 
     STREAMS: ClassVar[bool] = True  # ranks pass its text on as it comes

@@ -41,6 +41,7 @@ from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.runtime.timed_decoder import Timed
 from quantflow.settings import check_numbers
 from quantflow.sources.models import model_folder
+from quantflow.units import size
 
 
 def run(
@@ -52,10 +53,11 @@ def run(
 
     Returns:
         `outputs`, one per text: prompt, text, tokens; `timing`; `speculation`, the numbers of
-        proposed and taken tokens, None without any; `decoder`, its name and why no faster one;
-        `ranks`; `adapter`, the numbers of linears that it was merged into and stands beside; and
-        `differing`, the prompts whose texts are not those of the reference. None on a rank that is
-        not the first.
+        proposed and taken tokens, None without any; `experts`, what
+        `quantflow.runtime.expert_cache` counted, None but for a mixture on disk; `decoder`, its
+        name and why no faster one; `ranks`; `adapter`, the numbers of linears that it was merged
+        into and stands beside; and `differing`, the prompts whose texts are not those of the
+        reference. None on a rank that is not the first.
     """
     telling = SILENT if progress is None else progress
     folder = model_folder(job.artifact, revision=job.revision, progress=telling)
@@ -193,6 +195,13 @@ def _continue(
             f"({counts.acceptance:.0%})"
         )
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
+    experts = None if loaded.experts is None else loaded.experts.summary()
+    if experts is not None:
+        progress.say(
+            f"generate: {count / seconds:.2f} tokens per second; {experts['hits']} of "
+            f"{experts['hits'] + experts['misses']} chosen experts were in memory "
+            f"({experts['hit_rate'] or 0:.0%}), {size(experts['bytes_read'])} were read"
+        )
     return {
         "outputs": outputs,
         "echo": echo,
@@ -211,6 +220,7 @@ def _continue(
             "taken": counts.taken,
             "acceptance": counts.acceptance,
         },
+        "experts": experts,
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
     }
 
@@ -228,6 +238,11 @@ def _check(job: GenerateJob) -> None:
         )
     if job.disk_offload and job.device != "cpu":
         raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
+    if job.max_memory is not None and not job.disk_offload:
+        raise UsageError(
+            "generate: max_memory without disk_offload",
+            "give --disk-offload, or leave it out: what is in memory then is the whole model",
+        )
     if not job.prompts and job.source is None:
         raise UsageError("generate: no prompt", "give --prompt, or --prompts FILE")
     check_numbers(job)
@@ -284,7 +299,7 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
         # here, as in `_draft`: it imports transformers' model code
         from quantflow.runtime.offload import load_offloaded
 
-        loaded = load_offloaded(job.artifact, **options)
+        loaded = load_offloaded(job.artifact, max_memory=job.max_memory, **options)
     else:
         loaded = load(job.artifact, device=job.device, compiled=job.torch_compile, **options)
     if job.adapter is None:

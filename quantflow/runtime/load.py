@@ -29,6 +29,8 @@ from quantflow.runtime.ranks.tensor_parallel import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from quantflow.runtime.expert_cache import ExpertCache
+
 _MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
     {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
 )
@@ -49,6 +51,7 @@ class Loaded:
         reasons: why a faster way was not taken, in sentences; empty where the fastest was.
         tokenizer: None when the artifact has no tokenizer files.
         eos_token_ids: tokens that end a text (`quantflow.runtime.generation_config.end_tokens`).
+        experts: the experts in memory of a mixture whose weights stay on disk; None elsewhere.
     """
 
     artifact: Artifact
@@ -57,6 +60,7 @@ class Loaded:
     reasons: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
+    experts: "ExpertCache | None" = None
 
     @property
     def name(self) -> str:

@@ -6,6 +6,9 @@ of the model is a small module that takes its pieces, multiplies, and lets go, w
 and prepares the pieces that follow; after the last comes the first. The embedding is read by rows,
 those of the tokens. Norms and the KV cache stay in memory.
 
+The experts of a mixture are no part of that list: nobody knows which ones a router will choose.
+They are read when they are chosen, and stay as long as there is room (`expert_cache`).
+
 The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and
 where a weight is multiplied a few rows at a time each output is still one dot product of the same
 length.
@@ -13,9 +16,10 @@ length.
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,19 +28,29 @@ from torch.nn import functional
 
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.files.signing import Trusted, open_signed
+from quantflow.models.experts import Experts
 from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, Inputs, open_folder
+from quantflow.runtime.expert_cache import (
+    CachedExpert,
+    CachedLinear,
+    ExpertCache,
+    Key,
+    MemoryLimit,
+    Multiply,
+)
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.modules import with_modules
 
-Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
 _PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once
 _LEAST_ROWS = 64  # narrower products go through other kernels, whose sums end in other digits
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _RETURNED = 1 << 20  # bytes
+_PREPARING = 4  # bytes, for each as stored, while backends arrange the weights of readers
+_RUNNING = 96 << 20  # bytes of torch's own, and of activations, from the first forward on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +169,7 @@ def load_offloaded(
     verify: bool = True,
     crops: bool = False,
     exact: bool = False,
+    max_memory: str | None = None,
     require_signature: str | Path | Trusted | None = None,
 ) -> Loaded:
     """Open an artifact as a model whose weights stay on disk.
@@ -163,9 +178,11 @@ def load_offloaded(
 
     Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as
     the largest linear has, and one linear), and while a linear is prepared what its backend needs
-    for that. What the system keeps of the files in its own cache is not this process's; nothing is
-    asked to be dropped from it, since the next token reads it again. From here on glibc gives
-    tensors of 1 MiB and more back to the system as soon as they are freed, in the whole process.
+    for that. What `max_memory` leaves beside them holds the experts of a mixture that routers chose
+    last; an expert that is chosen and not there is read. What the system keeps of the files in its
+    own cache is not this process's; nothing is asked to be dropped from it, since the next token
+    reads it again. From here on glibc gives tensors of 1 MiB and more back to the system as soon as
+    they are freed, in the whole process.
 
     Args:
         folder: folder that `quantflow export` wrote.
@@ -174,12 +191,17 @@ def load_offloaded(
         verify: compare every file with its recorded hash first.
         crops: whether `crop` will be called.
         exact: leave inputs as the schemes say, as for `load`.
+        max_memory: bytes of the process, such as 4GiB; None: a tenth of the machine's, or more
+            where the experts of one token need it.
         require_signature: signer, as for `load`; weights are compared whenever they are read.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values:
             those are checked when they are read, so what they raise comes from the model's forward.
+        ResourceError: `max_memory` has no room for the weights that are in memory at once, of a
+            mixture with the experts of a layer that a token goes to.
     """
+    limit = MemoryLimit.of(max_memory)
     _return_memory()
     inputs: Inputs = "stored" if exact else "usual"
     artifact = open_folder(
@@ -196,14 +218,19 @@ def load_offloaded(
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())
     head = _name_of(model, model.get_output_embeddings())
+    graph = graph_for(artifact.config)
     linears = {
-        names.to_module[f"{name}.weight"].removesuffix(".weight"): name
-        for name in graph_for(artifact.config).linears
+        names.to_module[f"{name}.weight"].removesuffix(".weight"): name for name in graph.linears
     }
     # a tied head is the embedding's rows
     linears[head] = names.to_source[f"{head}.weight"].removesuffix(".weight")
-    pieces = {module: _pieces(artifact, name) for module, name in linears.items()}
-    order = [piece for module in linears for piece in pieces[module]]
+    experts = _experts(artifact, model, linears)
+    pieces = {
+        module: _pieces(artifact, name)
+        for module, name in linears.items()
+        if not isinstance(model.get_submodule(module), CachedLinear)
+    }
+    order = [piece for parts in pieces.values() for piece in parts]
     prefetch = Prefetch(
         lambda piece: _multiply(artifact, piece), order, ahead=max(piece.nbytes for piece in order)
     )
@@ -211,14 +238,65 @@ def load_offloaded(
         f"{module}.{leaf}" for module in (*linears, embedding) for leaf in ("weight", "bias")
     }
     resident = {name: source for name, source in names.to_source.items() if name not in streamed}
-    for module in linears:
-        model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
+    for module, parts in pieces.items():
+        model.set_submodule(module, StreamedLinear(parts, prefetch))
     own = model.get_submodule(embedding)
     model.set_submodule(
         embedding, StreamedEmbedding(own, artifact, names.to_source[f"{embedding}.weight"])
     )
     artifact.fill_(model, resident, dtype=dtype)
-    return with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
+    opened = with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
+    beside = _beside(
+        max(piece.nbytes for piece in order),
+        max((expert.stored for expert in experts.values()), default=0),
+    )
+    if not experts:
+        limit.require(limit.left(0, beside=0), beside, "the weights that are in memory at once")
+        return opened
+    left = partial(limit.left, beside=beside)
+    cache = ExpertCache(experts, left=left, chosen=max(layer.chosen for layer in graph.layers))
+    limit.require(cache.budget, cache.least, "the experts of a layer that a token goes to")
+    for layer in dict.fromkeys(key.layer for key in experts):
+        module = model.get_submodule(layer)
+        assert isinstance(module, Experts)  # `_experts` found it
+        module.fetch = partial(cache.fetch, layer)
+    return replace(opened, experts=cache)
+
+
+def _experts(
+    artifact: Artifact, model: nn.Module, linears: Mapping[str, str]
+) -> dict[Key, CachedExpert]:
+    """Every expert of a model, which gets linears without weights.
+
+    Args:
+        artifact: artifact that they are read from.
+        model: the model, modified.
+        linears: module of a linear -> its source name.
+    """
+    found = {}
+    for layer, experts in list(model.named_modules()):
+        if not isinstance(experts, Experts):
+            continue
+        for number, expert in enumerate(experts):
+            own = [
+                (leaf, linears[f"{layer}.{number}.{leaf}"])
+                for leaf, _ in expert.named_children()
+                if f"{layer}.{number}.{leaf}" in linears
+            ]
+            pieces = {leaf: _whole(artifact, name) for leaf, name in own}
+            cached = {
+                leaf: CachedLinear(partial(_multiply, artifact, piece))
+                for leaf, piece in pieces.items()
+            }
+            for leaf, linear in cached.items():
+                expert.set_submodule(leaf, linear)
+            found[Key(layer, number)] = CachedExpert(
+                module=expert,
+                linears=tuple(cached.values()),
+                stored=sum(piece.nbytes for piece in pieces.values()),
+                kind=tuple(_kind(artifact, name) for _, name in own),
+            )
+    return found
 
 
 def _return_memory() -> None:
@@ -255,6 +333,34 @@ def _pieces(artifact: Artifact, name: str) -> list[Piece]:
     ]
 
 
+def _whole(artifact: Artifact, name: str) -> Piece:
+    """All rows of a linear as one piece."""
+    parts = _pieces(artifact, name)
+    return Piece(
+        linear=name, start=0, stop=parts[-1].stop, nbytes=sum(part.nbytes for part in parts)
+    )
+
+
+def _kind(artifact: Artifact, name: str) -> Hashable:
+    """What linears that take equally much memory have in common: scheme, or dtype, and shape."""
+    if name in artifact.linears:
+        placement = artifact.linears[name]
+        return placement.scheme, placement.shape
+    info = artifact.checkpoint.infos[f"{name}.weight"]
+    return info.dtype, tuple(info.shape)
+
+
+def _beside(dense: int, expert: int) -> int:
+    """Bytes that running takes beside what is resident and experts in memory.
+
+    Args:
+        dense: bytes of the largest piece that is read ahead, as stored.
+        expert: bytes of the largest expert, as stored.
+    """
+    # one piece runs, one and as many bytes again wait
+    return _RUNNING + 3 * dense + _PREPARING * (dense + expert)
+
+
 def _rows_at_once(columns: int) -> int:
     return max(_LEAST_ROWS, _PIECE // columns // _LEAST_ROWS * _LEAST_ROWS)
 
@@ -287,7 +393,8 @@ class _Plain:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype), self.bias)
+        height, width = self.weight.shape
+        return _in_parts(x, (height, width), lambda rows: self.weight[rows].to(x.dtype), self.bias)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -301,10 +408,29 @@ class _Dequantized:
     def __call__(self, x: Tensor) -> Tensor:
         x = self.linear.fake_quantize_input(self.linear.mixed_input(x))
         height, width = self.linear.weight.qvalue.shape
-        parts = []
-        for start, stop in _ranges(height, _rows_at_once(width)):
-            weight = self.linear.weight.rows(slice(start, stop)).dequantize().to(self.dtype)
-            parts.append(
-                functional.linear(x, weight, None if self.bias is None else self.bias[start:stop])
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        weight = self.linear.weight
+        return _in_parts(
+            x,
+            (height, width),
+            lambda rows: weight.rows(rows).dequantize().to(self.dtype),
+            self.bias,
+        )
+
+
+def _in_parts(
+    x: Tensor, shape: tuple[int, int], weight: Callable[[slice], Tensor], bias: Tensor | None
+) -> Tensor:
+    """The product with a weight that is converted a few rows at a time, [..., O] of [..., I].
+
+    Args:
+        x: [..., I].
+        shape: (O, I).
+        weight: function from some rows to them, [rows, I] in x's dtype.
+        bias: [O], or None.
+    """
+    height, width = shape
+    parts = [
+        functional.linear(x, weight(slice(start, stop)), None if bias is None else bias[start:stop])
+        for start, stop in _ranges(height, _rows_at_once(width))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

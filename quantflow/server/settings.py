@@ -19,7 +19,6 @@ from typing import Any
 from quantflow.errors import ResourceError, UsageError
 from quantflow.files.origin import origin_of
 from quantflow.files.required_signature import RequiredSignature
-from quantflow.planning.recipe import parse_size
 from quantflow.process_memory import available_bytes
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.generate_job import (
@@ -36,6 +35,7 @@ from quantflow.runtime.generate_job import (
 from quantflow.runtime.request_limits import check_limits
 from quantflow.server import parsers
 from quantflow.settings import check_numbers, device_flag, setting
+from quantflow.units import parse_size
 
 SERVE = ("serve",)
 ENGINES = ("quantflow", "vllm")

@@ -22,6 +22,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import validate as stage
 from quantflow.validating.job import ValidateJob
+from tests.conftest import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
@@ -95,6 +96,55 @@ def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):
     assert results[True] == results[False]
     assert pieces[True] == pieces[False]
     assert len(results[True][0]["tokens"]) > 1
+
+
+def test_generation_of_a_mixture_from_disk_says_how_often_experts_were_in_memory(mixture, capsys):
+    line = ["generate", mixture, "--prompt", "value scale", "--max-new-tokens", "6", "--json"]
+    results = []
+    for options in ((), ("--disk-offload",), ("--disk-offload", "--max-memory", "64GB")):
+        capsys.readouterr()
+        quantflow(*line, "--decoder", "transformers" if not options else "auto", *options)
+        said = capsys.readouterr()
+        results.append(json.loads(said.out))
+        experts = results[-1]["experts"]
+        if not options:
+            assert experts is None
+            continue
+        assert experts["hits"] > 0
+        assert experts["misses"] > 0
+        assert experts["hit_rate"] == experts["hits"] / (experts["hits"] + experts["misses"])
+        rate = results[-1]["timing"]["tokens_per_second"]
+        assert (
+            f"generate: {rate:.2f} tokens per second; {experts['hits']} of "
+            f"{experts['hits'] + experts['misses']} chosen experts were in memory "
+            f"({experts['hit_rate']:.0%}), " in said.err
+        )
+    assert results[0]["outputs"] == results[1]["outputs"] == results[2]["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--max-memory", "4GB"), 2, "generate: max_memory without disk_offload"),
+        (("--disk-offload", "--max-memory", "4 apples"), 2, "size '4 apples'"),
+        (("--disk-offload", "--max-memory", "50MB"), 5, "--max-memory 50MB leaves 0"),
+    ],
+)
+def test_limits_of_generation_that_mean_nothing_are_refused(
+    mixture, options, code, message, capsys
+):
+    line = ["generate", str(mixture), "--prompt", "value scale", *options]
+    assert exit_code(cli, line) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    work = tmp_path_factory.mktemp("mixture")
+    source = write_model(work / "model", "mixtral")
+    rounding = ("--scheme", "W8A16", "--algorithm", "rtn", "--export", work / "4", "-q")
+    quantflow("quantize", source, "-o", work / "2", *rounding)
+    return work / "4"
 
 
 def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):

@@ -34,6 +34,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.conftest import write_model
 from tests.shared import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries below
@@ -540,6 +541,39 @@ def test_weights_that_stay_on_disk_are_compared_at_every_token(work, artifact, f
     flat = bytes((again / "model.safetensors").stat().st_size)
     with (again / "model.safetensors").open("r+b") as file:
         file.write(flat)
+    with pytest.raises(IntegrityError, match="not those that were hashed"):
+        said_by(loaded)
+
+
+def test_experts_that_stay_on_disk_are_compared_whenever_they_are_read(work, tmp_path, monkeypatch):
+    from quantflow.runtime.offload import load_offloaded
+
+    folder = tmp_path / "signed"
+    source = write_model(tmp_path / "model", "mixtral")
+    monkeypatch.setattr(sealed, "BLOCK", 1 << 12)  # less than the file
+    assert run("quantize", source, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("export", tmp_path / "q", "-o", folder) == 0
+    assert run("sign", folder, "--key", work / "mine.pem") == 0
+    loaded = load_offloaded(folder, require_signature=work / "mine.pub")
+    true = said_by(loaded)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    places = sorted(
+        (header + begin, header + end, ".experts." in name)
+        for name, place in json.loads(content[8:header]).items()
+        if name != "__metadata__"
+        for begin, end in [place["data_offsets"]]
+    )
+    # whole blocks between those of other tensors, which are read at every token
+    edges = [0, *(edge for begin, end, routed in places if not routed for edge in (begin, end))]
+    with weights.open("r+b") as file:
+        for begin, end in zip(edges[::2], edges[1::2], strict=False):
+            first, last = -(-max(begin, header) // 4096) * 4096, end // 4096 * 4096
+            file.seek(first)
+            file.write(bytes(max(0, last - first)))
+    assert said_by(loaded) == true  # they are in memory
+    loaded.experts._left = lambda held: 0
     with pytest.raises(IntegrityError, match="not those that were hashed"):
         said_by(loaded)
 

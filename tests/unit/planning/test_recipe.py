@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from quantflow.errors import InputError, UsageError, nearest
-from quantflow.planning.recipe import apply_settings, parse_size, read_yaml, recipe_from
+from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
 from quantflow.planning.requirements import algorithm_of
 from quantflow.shipped import SHIPPED, find_config
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import overlay
+from quantflow.units import parse_size
 from quantflow.validating.gate import METRICS, load_gate
 
 MINIMAL = {"model": "m", "quantize": [{"name": "a", "scheme": "W4A16"}]}

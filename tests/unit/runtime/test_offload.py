@@ -5,10 +5,20 @@ import time
 
 import pytest
 import torch
-from transformers import GemmaConfig, GPTNeoXConfig, LlamaConfig, PhiConfig, Qwen2Config
+from transformers import (
+    DeepseekV3Config,
+    GemmaConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
 
 from quantflow.core.scheme import PRESETS, with_group_size
-from quantflow.errors import InputError, IntegrityError
+from quantflow.errors import InputError, IntegrityError, ResourceError
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
@@ -117,6 +127,137 @@ def test_a_damaged_file_is_refused_before_the_first_token_if_verified_else_at_it
     for _ in range(2):  # an error in the thread is raised whenever the linear is asked for
         with pytest.raises(InputError, match=rf"^{name}: scale 0"):
             logits(model)
+
+
+# families of mixtures: names of their own, shared experts, dense layers before the sparse ones,
+# experts in one tensor with biases
+MIXTURES = {
+    "mixtral": MixtralConfig(
+        **GROUPED,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        architectures=["MixtralForCausalLM"],
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **GROUPED,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        architectures=["Qwen2MoeForCausalLM"],
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        n_routed_experts=6,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        num_key_value_heads=4,
+        architectures=["DeepseekV3ForCausalLM"],
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        intermediate_size=32,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        architectures=["GptOssForCausalLM"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("mixtral", W4A16),
+        ("qwen2_moe", PRESETS["FP8_DYNAMIC"]),
+        ("deepseek_v3", W4A16),
+        ("gpt_oss", None),
+    ],
+    ids=MIXTURES,
+)
+def test_a_mixture_reads_chosen_experts_and_has_the_tokens_of_the_loaded_model(
+    family, scheme, tmp_path, make_artifact
+):
+    def scheme_of(name):
+        return scheme if ".experts." in name else PRESETS["W8A16"]
+
+    make_artifact(tmp_path, MIXTURES[family], scheme_of)
+    expected = load(tmp_path, backend="reference")
+    offloaded = load_offloaded(tmp_path, backend="reference")
+    cache = offloaded.experts
+    cache._left = lambda held: 0  # room for the experts of one token in one layer
+    assert torch.equal(logits(offloaded.model), logits(expected.model))
+    options = {"max_new_tokens": 8, "sampling": Sampling(seed=0)}
+    tokens = [generate(model, PROMPT, **options) for model in (expected.model, offloaded.model)]
+    assert torch.equal(*tokens)
+    counted = cache.summary()
+    assert counted["misses"] > 0
+    assert 0 < counted["expert_bytes"] <= counted["most_expert_bytes"] == cache.least
+
+
+def test_with_room_for_all_experts_each_is_read_once(tmp_path, make_artifact):
+    make_artifact(tmp_path, MIXTURES["mixtral"], W4A16)
+    offloaded = load_offloaded(tmp_path)
+    for _ in range(3):
+        logits(offloaded.model)
+    counted = offloaded.experts.summary()
+    assert counted["misses"] <= 3 * 6
+    assert counted["hits"] == 2 * counted["misses"]
+    assert counted["hit_rate"] == pytest.approx(2 / 3)
+    assert torch.equal(logits(offloaded.model), logits(load(tmp_path).model))
+
+
+def test_a_linear_of_an_expert_that_the_router_skips_is_never_read(
+    tmp_path, make_artifact, edit_tensors
+):
+    """Only the damaged expert's use is an error: what is not chosen is not looked at."""
+    make_artifact(tmp_path, MIXTURES["mixtral"], W4A16)
+    chosen = set()
+    model = load_offloaded(tmp_path)
+    for layer in model.model.model.layers:
+        own = layer.mlp.experts.fetch
+        layer.mlp.experts.fetch = lambda numbers, own=own, index=layer.self_attn.layer_idx: (
+            chosen.update((index, number) for number in numbers),
+            own(numbers),
+        )[1]
+    with torch.inference_mode():
+        model.model(input_ids=PROMPT[:, :1])
+    skipped = min({(i, n) for i in range(3) for n in range(1, 6)} - chosen)
+    used = max(chosen - {(0, 0)})
+    damaged = "model.layers.{}.block_sparse_moe.experts.{}.w2.weight_scale"
+    for (layer, number), fails in ((skipped, False), (used, True)):
+        name = damaged.format(layer, number)
+        edit_tensors(tmp_path, lambda tensors, name=name: tensors[name].fill_(0))
+        streamed = load_offloaded(tmp_path, verify=False).model
+        with torch.inference_mode():
+            if not fails:
+                streamed(input_ids=PROMPT[:, :1])
+                continue
+            with pytest.raises(InputError, match="scale 0"):
+                streamed(input_ids=PROMPT[:, :1])
+
+
+@pytest.mark.parametrize(("family", "what"), [("mixtral", "experts"), ("llama", "weights")])
+def test_too_little_memory_is_refused_with_both_numbers(family, what, tmp_path, make_artifact):
+    make_artifact(tmp_path, (MIXTURES | CONFIGS)[family], W4A16)
+    refusal = rf"^generate: the {what} .* need \d+ bytes .* --max-memory 50MB leaves 0"
+    with pytest.raises(ResourceError, match=refusal) as caught:
+        load_offloaded(tmp_path, max_memory="50MB")
+    enough = caught.value.remedy.removeprefix("give --max-memory ").removesuffix(" or more")
+    load_offloaded(tmp_path, max_memory=f"{int(enough.removesuffix('MB')) + 200}MB")
 
 
 def pieces(count: int, nbytes: int = 10) -> list[Piece]:
