@@ -54,11 +54,12 @@ def main() -> int:
         ample = generate(line, "--disk-offload", "--max-memory", "1000GB")
         experts = ample["experts"]["expert_bytes"]
         others = beside(line)
-        print("experts in memory   hit rate   tokens per second   read per token   peak")
+        print(
+            "--max-memory   peak   experts in memory   hit rate   tokens per second   read per token"
+        )
         for share in SHARES:
             limit = f"{round((others + share * experts) / 1e6)}MB"
-            row(generate(line, "--disk-offload", "--max-memory", limit), whole, sizes.tokens)
-        row(ample, whole, sizes.tokens)
+            row(limit, generate(line, "--disk-offload", "--max-memory", limit), whole, sizes.tokens)
         speed = whole["timing"]["tokens_per_second"]
         print(f"in memory, transformers' modules: {speed:.2f} tokens per second, ", end="")
         print(f"peak {size(whole['peak'])}")
@@ -101,15 +102,16 @@ def beside(line: list[object]) -> int:
     return int(re.search(r"beside (\d+) ", said)[1])
 
 
-def row(found: dict[str, Any], whole: dict[str, Any], tokens: int) -> None:
+def row(limit: str, found: dict[str, Any], whole: dict[str, Any], tokens: int) -> None:
     """Print a line of the table; the tokens have to be those of the model in memory."""
     if found["outputs"] != whole["outputs"]:
         raise SystemExit("the text differs from that of the model in memory")
     experts = found["experts"]
     print(
-        f"{size(experts['expert_bytes']):>17} {experts['hit_rate']:>10.0%} "
-        f"{found['timing']['tokens_per_second']:>19.2f} "
-        f"{size(experts['bytes_read'] / tokens):>16} {size(found['peak']):>6}"
+        f"{limit:>12} {size(found['peak']):>6} {size(experts['expert_bytes']):>19} "
+        f"{experts['hit_rate']:>10.0%} {found['timing']['tokens_per_second']:>19.2f} "
+        f"{size(experts['bytes_read'] / tokens):>16}",
+        flush=True,
     )
 
 

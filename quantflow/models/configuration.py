@@ -5,7 +5,7 @@ Nothing here imports transformers' model code, which takes seconds.
 
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers import __version__ as VERSION
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.files.checkpoint import QUANTIZATION, Checkpoint
+from quantflow.models.family import FAMILIES
 from quantflow.models.graph import UNTRACED, family_for, may_be_causal_lm, text_config
 from quantflow.models.source import require_numbers
 
@@ -30,11 +31,19 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         InputError: transformers refuses the configuration.
         UnsupportedError: transformers knows no causal language model of this type.
     """
-    _require_causal_lm(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
+    model_type = checkpoint.config.get("model_type")
+    row = FAMILIES.get(str(model_type))
+    read_as = None if row is None else row.read_as
+    _require_causal_lm(read_as or model_type, checkpoint.config.get("architectures"))
     try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.folder, trust_remote_code=False, local_files_only=True
-        )
+        if read_as is not None:
+            own = {"model_type", "auto_map"}  # they name a class that is code beside the weights
+            values = {key: checkpoint.config[key] for key in checkpoint.config.keys() - own}
+            config = CONFIG_MAPPING[read_as].from_dict(values)
+        else:
+            config = AutoConfig.from_pretrained(
+                checkpoint.folder, trust_remote_code=False, local_files_only=True
+            )
     # transformers raises whatever its validators raise, which have no narrower common base
     except Exception as error:
         raise InputError(

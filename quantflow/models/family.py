@@ -282,6 +282,8 @@ class FamilyRow:
 
     Attributes:
         model_type, architecture: the type and its causal language model, as config.json names them.
+        read_as: type of transformers whose modules are this type's, which transformers knows by
+            code beside the weights alone; None: it knows the type itself.
         names: names of the parts, in the checkpoint.
         mixture: mixture of experts in the layers that config.json makes sparse; None in a dense
             family.
@@ -299,6 +301,7 @@ class FamilyRow:
 
     model_type: str
     architecture: str
+    read_as: str | None = None
     names: PartNames = PartNames()
     mixture: Mixture | None = None
     gated: bool = True
@@ -389,6 +392,35 @@ _DEEPSEEK: Mapping[str, Any] = MappingProxyType(
 )
 # the sum of two sizes above, and what concerns training alone
 _LATENT_IGNORED = frozenset({"qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"})
+_DEEPSEEK_V3_MIXTURE = Mixture(shared=_SHARED, correction="gate.e_score_correction_bias")
+_DEEPSEEK_V3_DECODER = DecoderDesign(
+    defaults={
+        **_DEEPSEEK,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    },
+    supported_values={
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    ignored_keys=_LATENT_IGNORED | {"num_nextn_predict_layers", "num_mtp_layers"},
+    least_expert_sum=1e-20,
+    experts_keys=("n_routed_experts", "num_local_experts"),
+    shared_size_keys=("moe_intermediate_size", "n_shared_experts"),
+    sparse_layers=SparseLayers.AFTER_FIRST_K,
+    router_scores=RouterScores.SIGMOID,
+    expert_groups=True,
+    scaled_experts=True,
+    rotary_pairs="rope_interleave",
+)
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -894,36 +926,20 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 architecture="DeepseekV3ForCausalLM",
                 names=_LATENT,
                 latent=LatentNames(),
-                mixture=Mixture(shared=_SHARED, correction="gate.e_score_correction_bias"),
+                mixture=_DEEPSEEK_V3_MIXTURE,
                 traced=True,
-                decoder=DecoderDesign(
-                    defaults={
-                        **_DEEPSEEK,
-                        "n_routed_experts": 256,
-                        "n_shared_experts": 1,
-                        "num_experts_per_tok": 8,
-                        "first_k_dense_replace": 3,
-                        "n_group": 8,
-                        "topk_group": 4,
-                        "norm_topk_prob": True,
-                        "routed_scaling_factor": 2.5,
-                        "rope_interleave": True,
-                    },
-                    supported_values={
-                        "scoring_func": "sigmoid",
-                        "topk_method": "noaux_tc",
-                        "moe_layer_freq": 1,
-                    },
-                    ignored_keys=_LATENT_IGNORED | {"num_nextn_predict_layers", "num_mtp_layers"},
-                    least_expert_sum=1e-20,
-                    experts_keys=("n_routed_experts", "num_local_experts"),
-                    shared_size_keys=("moe_intermediate_size", "n_shared_experts"),
-                    sparse_layers=SparseLayers.AFTER_FIRST_K,
-                    router_scores=RouterScores.SIGMOID,
-                    expert_groups=True,
-                    scaled_experts=True,
-                    rotary_pairs="rope_interleave",
-                ),
+                decoder=_DEEPSEEK_V3_DECODER,
+            ),
+            # Kimi K2, whose code beside the weights is DeepSeek's.
+            FamilyRow(
+                model_type="kimi_k2",
+                architecture="DeepseekV3ForCausalLM",
+                read_as="deepseek_v3",
+                names=_LATENT,
+                latent=LatentNames(),
+                mixture=_DEEPSEEK_V3_MIXTURE,
+                traced=True,
+                decoder=_DEEPSEEK_V3_DECODER,
             ),
             FamilyRow(
                 model_type="gemma",

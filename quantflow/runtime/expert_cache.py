@@ -168,6 +168,7 @@ class ExpertCache:
         self,
         experts: Mapping[Key, CachedExpert],
         *,
+        budget: int,
         left: Callable[[int], int],
         chosen: int,
     ) -> None:
@@ -177,6 +178,7 @@ class ExpertCache:
 
         Args:
             experts: every expert, in the order of the layers.
+            budget: bytes that experts may have in memory until the first forward.
             left: function from the bytes of experts in memory to the bytes that they may have;
                 called when a forward begins, since what else is in memory grows with the text.
             chosen: number of experts of a layer that a token goes to.
@@ -198,7 +200,7 @@ class ExpertCache:
                 expert.forget()
         # bytes of the experts of one token in one layer: without them nothing runs
         self.least = chosen * max(self._size_of_kind.values())
-        self.budget = left(0)
+        self.budget = budget
 
     def summary(self) -> dict[str, Any]:
         """What was counted, as plain data; bytes, and the share of hits (None without a choice)."""

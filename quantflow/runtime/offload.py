@@ -49,7 +49,7 @@ _PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once
 _LEAST_ROWS = 64  # narrower products go through other kernels, whose sums end in other digits
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _RETURNED = 1 << 20  # bytes
-_PREPARING = 4  # bytes, for each as stored, while backends arrange the weights of readers
+_PREPARING = 8  # bytes, for each of the largest weight as stored, while backends arrange it
 _RUNNING = 96 << 20  # bytes of torch's own, and of activations, from the first forward on
 
 
@@ -246,15 +246,20 @@ def load_offloaded(
     )
     artifact.fill_(model, resident, dtype=dtype)
     opened = with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
-    beside = _beside(
-        max(piece.nbytes for piece in order),
-        max((expert.stored for expert in experts.values()), default=0),
-    )
+    dense = max(piece.nbytes for piece in order)
+    # from the first forward on it is resident; one piece runs, one and as many bytes again wait
+    running = _RUNNING + 3 * dense
     if not experts:
-        limit.require(limit.left(0, beside=0), beside, "the weights that are in memory at once")
+        needed = running + _PREPARING * dense
+        limit.require(limit.left(0, beside=0), needed, "the weights that are in memory at once")
         return opened
-    left = partial(limit.left, beside=beside)
-    cache = ExpertCache(experts, left=left, chosen=max(layer.chosen for layer in graph.layers))
+    largest = max(dense, *(expert.stored for expert in experts.values()))
+    cache = ExpertCache(
+        experts,
+        budget=limit.left(0, beside=running + _PREPARING * largest),
+        left=partial(limit.left, beside=_PREPARING * largest),
+        chosen=max(layer.chosen for layer in graph.layers),
+    )
     limit.require(cache.budget, cache.least, "the experts of a layer that a token goes to")
     for layer in dict.fromkeys(key.layer for key in experts):
         module = model.get_submodule(layer)
@@ -348,17 +353,6 @@ def _kind(artifact: Artifact, name: str) -> Hashable:
         return placement.scheme, placement.shape
     info = artifact.checkpoint.infos[f"{name}.weight"]
     return info.dtype, tuple(info.shape)
-
-
-def _beside(dense: int, expert: int) -> int:
-    """Bytes that running takes beside what is resident and experts in memory.
-
-    Args:
-        dense: bytes of the largest piece that is read ahead, as stored.
-        expert: bytes of the largest expert, as stored.
-    """
-    # one piece runs, one and as many bytes again wait
-    return _RUNNING + 3 * dense + _PREPARING * (dense + expert)
 
 
 def _rows_at_once(columns: int) -> int:
