@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from _tiny_models import VOCABULARY, auto_class
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 # what compressed-tensors stores in place of a weight
 PARTS = r"\.weight_(packed|scale|shape|zero_point|g_idx)$"
@@ -36,9 +36,13 @@ def look(folder: Path) -> Seen:
     Raises:
         ValueError: its logits are not finite.
     """
-    model, said = class_of(folder).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    own = json.loads((folder / "config.json").read_text())
+    if own.get("model_type") not in CONFIG_MAPPING:
+        # known to transformers by code beside the weights alone: as the type of the class it names
+        del own["model_type"]
+        options["config"] = class_of(folder).config_class.from_dict(own)
+    model, said = class_of(folder).from_pretrained(folder, **options)
     with torch.no_grad():
         logits = model.eval()(input_ids=tokens()).logits.float()
     if not logits.isfinite().all():

@@ -55,7 +55,7 @@ def main() -> int:
         experts = ample["experts"]["expert_bytes"]
         others = beside(line)
         print(
-            "--max-memory   peak   experts in memory   hit rate   tokens per second   read per token"
+            "--max-memory   peak   experts in memory   hit rate   tokens per second   read a token"
         )
         for share in SHARES:
             limit = f"{round((others + share * experts) / 1e6)}MB"

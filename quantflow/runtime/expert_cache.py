@@ -20,6 +20,7 @@ from quantflow.errors import ResourceError
 from quantflow.units import parse_size
 from quantflow.units import size as text_of
 
+HOLES = 64 << 20  # bytes that are read before the holes of the heap go back to the system
 READERS = 8  # threads that read at once; most of their time is the disk's
 DEFAULT_SHARE = 10  # without --max-memory, a tenth of the machine's memory
 
@@ -178,9 +179,10 @@ class ExpertCache:
 
         Args:
             experts: every expert, in the order of the layers.
-            budget: bytes that experts may have in memory until the first forward.
+            budget: bytes that experts may have in memory in the first forward.
             left: function from the bytes of experts in memory to the bytes that they may have;
-                called when a forward begins, since what else is in memory grows with the text.
+                called when a later forward begins, since what else is in memory grows with the
+                text.
             chosen: number of experts of a layer that a token goes to.
 
         Raises:
@@ -188,6 +190,8 @@ class ExpertCache:
         """
         self.hits = self.misses = self.bytes_read = 0
         self._experts, self._left = experts, left
+        self._read_since = 0  # bytes since holes were given back
+        self._began = False
         self._held: OrderedDict[Key, int] = OrderedDict()
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="experts")
         self._first = next(iter(experts)).layer
@@ -225,7 +229,10 @@ class ExpertCache:
             numbers: numbers of the experts, each once.
         """
         if layer == self._first:
-            self.budget = self._left(sum(self._held.values()))
+            self._give_back()
+            if self._began:
+                self.budget = self._left(sum(self._held.values()))
+            self._began = True
         waiting = deque(Key(layer, number) for number in numbers)
         while waiting:
             group = self._group(waiting)
@@ -233,6 +240,8 @@ class ExpertCache:
             self.hits += len(group) - len(missing)
             self.misses += len(missing)
             self._make_room(group, sum(map(self._size, missing)))
+            if self._read_since > HOLES:
+                self._give_back()
             reading = {
                 key: [self._pool.submit(linear.read) for linear in self._experts[key].linears]
                 for key in missing
@@ -242,6 +251,11 @@ class ExpertCache:
                     future.result()
                 self._use(key)
                 yield self._experts[key].module
+
+    def _give_back(self) -> None:
+        """Return to the system what preparing weights has left between them in the heap."""
+        process_memory.give_back_holes()
+        self._read_since = 0
 
     def _size(self, key: Key) -> int:
         """Bytes of an expert in memory."""
@@ -271,6 +285,7 @@ class ExpertCache:
             self._held.move_to_end(key)
             return
         self.bytes_read += self._experts[key].stored
+        self._read_since += self._experts[key].stored
         self._held[key] = self._experts[key].nbytes
 
 

@@ -35,6 +35,7 @@ from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, Inputs, open_folder
 from quantflow.runtime.expert_cache import (
+    HOLES,
     CachedExpert,
     CachedLinear,
     ExpertCache,
@@ -50,7 +51,7 @@ _LEAST_ROWS = 64  # narrower products go through other kernels, whose sums end i
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _RETURNED = 1 << 20  # bytes
 _PREPARING = 8  # bytes, for each of the largest weight as stored, while backends arrange it
-_RUNNING = 96 << 20  # bytes of torch's own, and of activations, from the first forward on
+_RUNNING = 32 << 20  # bytes of torch's own, and of activations, from the first forward on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,17 +248,18 @@ def load_offloaded(
     artifact.fill_(model, resident, dtype=dtype)
     opened = with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
     dense = max(piece.nbytes for piece in order)
-    # from the first forward on it is resident; one piece runs, one and as many bytes again wait
+    largest = max([dense, *(expert.stored for expert in experts.values())])
+    preparing = _PREPARING * largest + (HOLES if experts else 0)
+    # resident from the first forward on: one piece runs, one and as many bytes again wait
     running = _RUNNING + 3 * dense
     if not experts:
-        needed = running + _PREPARING * dense
-        limit.require(limit.left(0, beside=0), needed, "the weights that are in memory at once")
+        what = "the weights that are in memory at once"
+        limit.require(limit.left(0, beside=0), running + preparing, what)
         return opened
-    largest = max(dense, *(expert.stored for expert in experts.values()))
     cache = ExpertCache(
         experts,
-        budget=limit.left(0, beside=running + _PREPARING * largest),
-        left=partial(limit.left, beside=_PREPARING * largest),
+        budget=limit.left(0, beside=running + preparing),
+        left=partial(limit.left, beside=preparing),
         chosen=max(layer.chosen for layer in graph.layers),
     )
     limit.require(cache.budget, cache.least, "the experts of a layer that a token goes to")

@@ -46,7 +46,9 @@ class Disk:
         return CachedExpert(module=module, linears=linears, stored=SIZE // 4, kind="one")
 
     def cache(self, room: int, *, chosen: int = 2) -> ExpertCache:
-        cache = ExpertCache(self.experts, budget=0, left=lambda held: room * SIZE, chosen=chosen)
+        cache = ExpertCache(
+            self.experts, budget=room * SIZE, left=lambda held: room * SIZE, chosen=chosen
+        )
         self.reads.clear()
         return cache
 
@@ -117,7 +119,7 @@ def test_experts_of_a_long_prompt_that_do_not_fit_together_come_in_turns():
 
 def test_room_that_shrinks_takes_experts_out_down_to_those_of_one_token():
     disk, room = Disk(), [4]
-    cache = ExpertCache(disk.experts, budget=0, left=lambda held: room[0] * SIZE, chosen=2)
+    cache = ExpertCache(disk.experts, budget=4 * SIZE, left=lambda held: room[0] * SIZE, chosen=2)
     ask(cache, 0, 0, 1)
     ask(cache, 1, 0, 1)
     assert cache.summary()["expert_bytes"] == 4 * SIZE
