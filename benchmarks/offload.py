@@ -4,10 +4,10 @@
 
 A Qwen3-MoE of random weights (64 experts, 8 chosen, hidden state 1024, experts of 512) is quantized
 to W4A16 by rounding to nearest. `quantflow generate --disk-offload` continues one prompt with it,
-each time with another `--max-memory`. A random router chooses experts nearly evenly, so hits are
-about the share of experts that fit; a trained one hits more. Reads come from the system's file
-cache wherever the machine has kept the file there. Printed are also the peak of the process and,
-for comparison, the same text with all weights in memory in transformers' modules.
+each time with another `--max-memory`, and the text has to be the same. It is sampled, since the
+likeliest text of a random model repeats itself, and its experts with it. Reads come from the
+system's file cache wherever the machine has kept the file there. Printed are also the peak of the
+process and, for comparison, the same text with all weights in memory in transformers' modules.
 """
 
 import argparse
@@ -48,6 +48,7 @@ def main() -> int:
         shutil.rmtree(work / "q")
         shutil.rmtree(work / "model")
         line = ["generate", work / "artifact", "--prompt", "def main():", "--ignore-eos"]
+        line += ["--temperature", 1, "--seed", 0]
         line += ["--max-new-tokens", sizes.tokens, "--json", "-q"]
         whole = generate(line, "--decoder", "transformers")
         # without a limit to speak of an expert is read once, and stays
