@@ -1,5 +1,7 @@
 """The lean decoder knows every key that changes numbers, and transformers' defaults and names."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import CONFIG_MAPPING
 
@@ -7,7 +9,12 @@ from quantflow.models.architecture import NEUTRAL, Blueprint, read
 from quantflow.models.family import FAMILIES
 from quantflow.models.open import graph_for
 
-DECODED = {row.model_type: row for row in FAMILIES.values() if row.decoder is not None}
+# a type that is read as another has that one's decoder, and no configuration in transformers
+DECODED = {
+    row.model_type: row
+    for row in FAMILIES.values()
+    if row.decoder is not None and row.read_as is None
+}
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -17,6 +24,14 @@ SIZES = {
 }
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True}
 LLAMA = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+
+
+def test_a_type_that_is_read_as_another_differs_from_it_by_its_name_alone():
+    others = {name: row for name, row in FAMILIES.items() if row.read_as is not None}
+    assert others.keys() == {"kimi_k2"}
+    for row in others.values():
+        assert row.model_type not in CONFIG_MAPPING
+        assert replace(row, model_type=row.read_as, read_as=None) == FAMILIES[row.read_as]
 
 
 @pytest.mark.parametrize("family", DECODED)

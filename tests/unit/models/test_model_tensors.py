@@ -30,7 +30,9 @@ SPARSE = {
     "shared_intermediate_size": 24,
 }
 SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
-DECODED = [row.model_type for row in FAMILIES.values() if row.decoder is not None]
+DECODED = [
+    row.model_type for row in FAMILIES.values() if row.decoder is not None and row.read_as is None
+]
 LATENT = {
     "head_dim": 16,
     "num_key_value_heads": 4,
