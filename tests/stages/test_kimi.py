@@ -87,9 +87,7 @@ def test_as_released_it_runs_in_both_decoders_token_by_token_as_transformers_dee
         assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    "scheme", ["W4A16", pytest.param("FP8_DYNAMIC", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("scheme", ["W4A16", pytest.param("FP8_DYNAMIC", marks=pytest.mark.slow)])
 def test_artifacts_have_the_bits_of_deepseeks_and_keep_config_and_code(kimi, scheme, tmp_path):
     line = ("--scheme", scheme, "--algorithm", "rtn", "--group-size", "32", "-q")
     line = line if scheme == "W4A16" else (*line[:4], "-q")
