@@ -27,7 +27,7 @@ DEFAULT_SHARE = 10  # without --max-memory, a tenth of the machine's memory
 Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
 
 
-class Key(NamedTuple):
+class ExpertKey(NamedTuple):
     """The name of an expert.
 
     Attributes:
@@ -167,7 +167,7 @@ class ExpertCache:
 
     def __init__(
         self,
-        experts: Mapping[Key, CachedExpert],
+        experts: Mapping[ExpertKey, CachedExpert],
         *,
         budget: int,
         left: Callable[[int], int],
@@ -192,7 +192,7 @@ class ExpertCache:
         self._experts, self._left = experts, left
         self._read_since = 0  # bytes since holes were given back
         self._began = False
-        self._held: OrderedDict[Key, int] = OrderedDict()
+        self._held: OrderedDict[ExpertKey, int] = OrderedDict()
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="experts")
         self._first = next(iter(experts)).layer
         self._size_of_kind: dict[Hashable, int] = {}
@@ -233,7 +233,7 @@ class ExpertCache:
             if self._began:
                 self.budget = self._left(sum(self._held.values()))
             self._began = True
-        waiting = deque(Key(layer, number) for number in numbers)
+        waiting = deque(ExpertKey(layer, number) for number in numbers)
         while waiting:
             group = self._group(waiting)
             missing = [key for key in group if key not in self._held]
@@ -257,11 +257,11 @@ class ExpertCache:
         process_memory.give_back_holes()
         self._read_since = 0
 
-    def _size(self, key: Key) -> int:
+    def _size(self, key: ExpertKey) -> int:
         """Bytes of an expert in memory."""
         return self._held.get(key) or self._size_of_kind[self._experts[key].kind]
 
-    def _group(self, waiting: deque[Key]) -> list[Key]:
+    def _group(self, waiting: deque[ExpertKey]) -> list[ExpertKey]:
         """Take the next experts that fit into memory together, one at least."""
         group = [waiting.popleft()]
         room = max(self.budget, self.least) - self._size(group[0])
@@ -270,7 +270,7 @@ class ExpertCache:
             group.append(waiting.popleft())
         return group
 
-    def _make_room(self, group: Sequence[Key], needed: int) -> None:
+    def _make_room(self, group: Sequence[ExpertKey], needed: int) -> None:
         """Let go of experts outside a group, the least recently chosen first."""
         held, most = sum(self._held.values()), max(self.budget, self.least)
         for key in [key for key in self._held if key not in set(group)]:
@@ -279,7 +279,7 @@ class ExpertCache:
             held -= self._held.pop(key)
             self._experts[key].forget()
 
-    def _use(self, key: Key) -> None:
+    def _use(self, key: ExpertKey) -> None:
         """Note that an expert was chosen, and that it is in memory."""
         if key in self._held:
             self._held.move_to_end(key)

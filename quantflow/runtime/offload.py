@@ -39,7 +39,7 @@ from quantflow.runtime.expert_cache import (
     CachedExpert,
     CachedLinear,
     ExpertCache,
-    Key,
+    ExpertKey,
     MemoryLimit,
     Multiply,
 )
@@ -272,7 +272,7 @@ def load_offloaded(
 
 def _experts(
     artifact: Artifact, model: nn.Module, linears: Mapping[str, str]
-) -> dict[Key, CachedExpert]:
+) -> dict[ExpertKey, CachedExpert]:
     """Every expert of a model, which gets linears without weights.
 
     Args:
@@ -297,7 +297,7 @@ def _experts(
             }
             for leaf, linear in cached.items():
                 expert.set_submodule(leaf, linear)
-            found[Key(layer, number)] = CachedExpert(
+            found[ExpertKey(layer, number)] = CachedExpert(
                 module=expert,
                 linears=tuple(cached.values()),
                 stored=sum(piece.nbytes for piece in pieces.values()),

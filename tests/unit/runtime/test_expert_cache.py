@@ -14,7 +14,7 @@ from quantflow.runtime.expert_cache import (
     CachedExpert,
     CachedLinear,
     ExpertCache,
-    Key,
+    ExpertKey,
     MemoryLimit,
     tensor_bytes,
 )
@@ -28,7 +28,7 @@ class Disk:
     def __init__(self, layers: int = 2, experts: int = 4, read: Callable | None = None) -> None:
         self.reads: list[str] = []
         self.experts = {
-            Key(f"layer {layer}", number): self.expert(f"{layer}.{number}", read)
+            ExpertKey(f"layer {layer}", number): self.expert(f"{layer}.{number}", read)
             for layer in range(layers)
             for number in range(experts)
         }
