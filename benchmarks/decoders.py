@@ -43,6 +43,8 @@ SIZES |= {
 }
 SIZES |= {"eos_token_id": 2}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 704, "intermediate_size": 704}
+DELTA = {"num_hidden_layers": 8, "head_dim": 64, "linear_num_key_heads": 4}
+DELTA |= {"linear_num_value_heads": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
@@ -56,6 +58,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"num_local_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
     "glm4_moe": EXPERTS | {"n_routed_experts": 16, "num_experts_per_tok": 4, "head_dim": 64},
     "granitemoe": EXPERTS | {"num_local_experts": 16, "attention_multiplier": 0.125},
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA
+    | EXPERTS
+    | {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 704,
+    },
 }
 PROMPT, NEW = 128, 32
 

@@ -19,6 +19,7 @@ from quantflow.models import rope
 from quantflow.models.family import (
     FAMILIES,
     DecoderDesign,
+    DeltaNames,
     FamilyRow,
     GroupScores,
     LatentNames,
@@ -85,7 +86,8 @@ NEUTRAL = frozenset(
         "qkv_bias",
     }
 )
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_GRID_KEYS = ("mrope_section", "mrope_interleaved")  # see `DecoderDesign.grid_rope`
 _ACTIVATIONS = {  # hidden_act -> an activation of decode.c
     "silu": "silu",
     "swish": "silu",
@@ -107,6 +109,8 @@ class Heads:
         cap: scores become cap * tanh(score / cap); 0: they stay.
         whole_norms: norms of queries and keys are of all heads at once.
         latent: last features of the one kv head's keys that are its values too; 0: values apart.
+        output_gate: a head's output is multiplied by the sigmoid of a gate of its own, which comes
+            with queries, keys and values.
     """
 
     num_heads: int
@@ -117,6 +121,7 @@ class Heads:
     cap: float = 0.0
     whole_norms: bool = False
     latent: int = 0
+    output_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,30 @@ class Latent:
     compressed: int | None
     pairs: bool
     eps: float = 1e-6  # transformers' modules have it whatever rms_norm_eps says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """A gated delta net in the place of attention; see `quantflow.runtime.delta_net`.
+
+    Attributes:
+        names: names of its parts.
+        key_heads, value_heads: heads of queries and of keys; of values, a multiple of those.
+        key_dim, value_dim: features of a head of queries and keys, and of a head of values.
+        kernel: tokens that the convolution sees, the present one included.
+    """
+
+    names: DeltaNames
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Features that go through the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +238,12 @@ class Blueprint:
         heads, form: attention and layers, alike in all layers.
         windows: for each layer, how many positions a query sees, itself included; 0: all before it.
         ropes: the rotary embeddings.
-        rope_of_layer: index into `ropes` of each layer; None for none.
+        rope_of_layer: index into `ropes` of each layer; None for none, and for gated delta nets.
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         latent: multi-head latent attention; None: queries, keys and values of heads.
+        delta: the gated delta net of some layers; None: all layers have attention.
+        linear: for each layer, whether the gated delta net stands in the place of attention.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
         rotary_pairs: neighbouring features of a head are rotated together.
         unit_offset: norms multiply by 1 + their weight.
@@ -234,12 +265,18 @@ class Blueprint:
     mixture: Mixture | None = None
     routing: Routing | None = None
     latent: Latent | None = None
+    delta: Delta | None = None
+    linear: tuple[bool, ...] = ()
     by_head: bool = False
     rotary_pairs: bool = False
     unit_offset: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_cap: float = 0.0
+
+    def is_linear(self, index: int) -> bool:
+        """Whether a gated delta net stands in the place of a layer's attention."""
+        return bool(self.linear) and self.linear[index]
 
 
 class UnsupportedDesign(Exception):
@@ -452,6 +489,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     keys.read |= {flag[0] for flag in biases if isinstance(flag, tuple)}
     layers, hidden_size = keys.count("num_hidden_layers"), keys.count("hidden_size")
     latent = None if row.latent is None else _latent(row.latent, design, keys)
+    delta = None if row.delta is None else _delta(row.delta, keys)
     num_heads, num_kv_heads, head_dim = _heads(row, keys, hidden_size)
     form = _form(row, design, keys)
     scale = head_dim**-0.5
@@ -469,6 +507,11 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     ropes, rope_of_layer = _ropes(
         design, keys, head_dim if latent is None else latent.rotated, windows
     )
+    linear = () if delta is None else _linear_layers(keys, layers)
+    if linear:
+        rope_of_layer = tuple(
+            None if is_linear else at for is_linear, at in zip(linear, rope_of_layer, strict=True)
+        )
     if latent is not None:
         if num_kv_heads != num_heads:
             raise UnsupportedDesign(
@@ -503,6 +546,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
             whole_norms=design.whole_qk_norms,
             latent=0 if latent is None else latent.features,
+            output_gate=design.output_gate,
         ),
         form=replace(form, residual=residual_scale),
         windows=tuple(windows),
@@ -512,6 +556,8 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         mixture=mixture,
         routing=routing,
         latent=latent,
+        delta=delta,
+        linear=linear,
         by_head=row.by_head,
         rotary_pairs=latent is None and keys.flag(design.rotary_pairs),
         unit_offset=row.unit_offset,
@@ -553,6 +599,41 @@ def _latent(names: LatentNames, design: DecoderDesign, keys: Keys) -> Latent:
         compressed=None if keys.get("q_lora_rank") is None else keys.count("q_lora_rank"),
         pairs=keys.flag(design.rotary_pairs),
     )
+
+
+def _delta(names: DeltaNames, keys: Keys) -> Delta:
+    """The sizes of a gated delta net."""
+    if keys.get("hidden_act") not in ("silu", "swish"):
+        raise UnsupportedDesign(
+            f"it knows the convolution of a gated delta net with silu, not with "
+            f"{keys.get('hidden_act')!r}"
+        )
+    key_heads, value_heads = (keys.count(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if value_heads % key_heads:
+        raise UnsupportedDesign(
+            f"linear_num_key_heads of config.json is {key_heads}, which does not divide "
+            f"{value_heads} heads of values"
+        )
+    return Delta(
+        names=names,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=keys.count("linear_key_head_dim"),
+        value_dim=keys.count("linear_value_head_dim"),
+        kernel=keys.count("linear_conv_kernel_dim"),
+    )
+
+
+def _linear_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it has a gated delta net in the place of attention."""
+    step = keys.count("full_attention_interval")
+    default = [_FULL if (index + 1) % step == 0 else _LINEAR for index in range(layers)]
+    layer_types = keys.of_layers("layer_types", layers) or default
+    if unknown := sorted({str(each) for each in layer_types} - {_LINEAR, _FULL}):
+        raise UnsupportedDesign(f"layer_types of config.json has {unknown[0]!r}")
+    if _FULL not in layer_types:
+        raise UnsupportedDesign("layer_types of config.json has no layer with attention")
+    return tuple(layer_type == _LINEAR for layer_type in layer_types)
 
 
 def _form(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Form:
@@ -624,6 +705,10 @@ def _routing(
     return sparse, routing if any(sparse) else None
 
 
+def _every_layer(_: Keys, layers: int) -> tuple[bool, ...]:
+    return (True,) * layers
+
+
 def _every_nth(keys: Keys, layers: int) -> tuple[bool, ...]:
     step = keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step")
     dense = keys.get("mlp_only_layers") or []
@@ -647,6 +732,7 @@ def _from_start_to_end(keys: Keys, layers: int) -> tuple[bool, ...]:
 # For each rule, a function of (keys, number of layers): for each layer, whether it is sparse.
 _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = MappingProxyType(
     {
+        SparseLayers.ALL_LAYERS: _every_layer,
         SparseLayers.EVERY_NTH: _every_nth,
         SparseLayers.AFTER_FIRST_K: _after_first_k,
         SparseLayers.FROM_START_TO_END: _from_start_to_end,
@@ -712,6 +798,8 @@ def _rope(
             or keys.get("partial_rotary_factor")
             or 1.0
         )
+    if design.grid_rope:
+        table = {key: value for key, value in table.items() if key not in _GRID_KEYS}
     parameters = {"rope_type": table.get("type", "default"), "rope_theta": theta, **table}
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters.setdefault(

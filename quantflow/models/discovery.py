@@ -945,9 +945,10 @@ def _depends(record: ForwardRecord, values: Iterable[TensorVersion]) -> set[str]
 def _routes(model: PreTrainedModel, name: str) -> bool:
     """Whether a linear chooses experts, or says how much a shared one counts.
 
-    It lies beside experts, and has an output for each of them or a single one.
+    It lies beside experts, and has an output for each of them or a single one. A shared expert may
+    have as many features as there are experts (Qwen3-Next); what takes them lies beside it.
     """
-    owner = name.rpartition(".")[0]
+    owner = parent = name.rpartition(".")[0]
     while owner and not any(
         child == "experts" for child, _ in model.get_submodule(owner).named_children()
     ):
@@ -956,6 +957,11 @@ def _routes(model: PreTrainedModel, name: str) -> bool:
         return False
     experts = model.get_submodule(f"{owner}.experts")
     width: int = model.get_submodule(name).weight.shape[0]
+    if owner != parent and any(
+        isinstance(beside, nn.Linear) and beside.in_features == width
+        for beside in model.get_submodule(parent).children()
+    ):
+        return False
     return width == 1 or (isinstance(experts, nn.ModuleList) and width == len(experts))
 
 

@@ -118,6 +118,32 @@ class LatentNames:
     up: str = "self_attn.kv_b_proj"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaNames:
+    """Names inside a layer of the parts of a gated delta net, without `.weight`.
+
+    It stands in the place of attention in the layers that `layer_types` calls linear_attention.
+
+    Attributes:
+        inputs: linears of queries, keys, values and output gates, or one linear of all.
+        scores: linears of how much a token's value counts and of how much of the state stays, or
+            one linear of both.
+        convolution, norm, output: its convolution, norm and last linear.
+        rate, shift: a number for each value head of how fast the state fades (tensors of their own,
+            with no `.weight`).
+        by_head: rows of the one linear come key head by key head, as Qwen3-Next has them.
+    """
+
+    inputs: tuple[str, ...]
+    scores: tuple[str, ...]
+    convolution: str = "linear_attn.conv1d"
+    rate: str = "linear_attn.A_log"
+    shift: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+    by_head: bool = False
+
+
 class Windows(Enum):
     """Rules that say which layers see a sliding window of `sliding_window` positions."""
 
@@ -138,6 +164,7 @@ class Windows(Enum):
 class SparseLayers(Enum):
     """Rules that say which layers have experts in the place of their MLP."""
 
+    ALL_LAYERS = "every layer"
     EVERY_NTH = "every decoder_sparse_step-th, but those of mlp_only_layers"
     AFTER_FIRST_K = "all but the first first_k_dense_replace"
     FROM_START_TO_END = (
@@ -194,6 +221,10 @@ class DecoderDesign:
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
+        grid_rope: rope_parameters say how the angles of an image's token are put together from
+            three positions; those of text are equal, so it changes none.
+        output_gate: the linear of queries also makes, after each head's query, a gate of as many
+            features, by whose sigmoid the head's output is multiplied.
         rotary_pairs: neighbouring features of a head are rotated together, where other families
             rotate features half a head apart; or the key that says it.
         rope_where: a key, and the value with which there is a rotary embedding; None: there is one.
@@ -234,6 +265,8 @@ class DecoderDesign:
     windows: Windows | None = None
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
+    grid_rope: bool = False
+    output_gate: bool = False
     rotary_pairs: bool | str = False
     rope_where: tuple[str, str] | None = None
     no_rope_layers: bool = False
@@ -293,6 +326,7 @@ class FamilyRow:
         by_head: rows of the one linear of queries, keys and values come head by head: its query,
             its key, its value.
         latent: the attention is multi-head latent attention with these parts; None: it is not.
+        delta: gated delta nets stand in the place of attention in some layers; None: in none.
         traced: the linears of a layer come from a trace of the model's forward, not from this row.
         decoder: how the lean decoder runs it; None leaves it to transformers' modules.
         gguf: how llama.cpp has it in a file; None where export to GGUF refuses it. It needs
@@ -309,6 +343,7 @@ class FamilyRow:
     unit_offset: bool = False
     by_head: bool = False
     latent: LatentNames | None = None
+    delta: DeltaNames | None = None
     traced: bool = False
     decoder: DecoderDesign | None = None
     gguf: GgufDesign | None = None
@@ -333,7 +368,8 @@ def attention_heads(row: FamilyRow) -> dict[str, tuple[str, int]]:
     heads = {row.names.output: ("num_attention_heads", 1)}
     if len(row.names.qkv) == 3:
         queries, *keys_and_values = row.names.qkv
-        heads[queries] = ("num_attention_heads", 1)
+        if row.decoder is None or not row.decoder.output_gate:  # which lie between its queries
+            heads[queries] = ("num_attention_heads", 1)
         heads |= dict.fromkeys(keys_and_values, ("num_key_value_heads", 1))
     elif row.by_head:
         heads[row.names.qkv[0]] = ("num_attention_heads", 3)
@@ -420,6 +456,44 @@ _DEEPSEEK_V3_DECODER = DecoderDesign(
     expert_groups=True,
     scaled_experts=True,
     rotary_pairs="rope_interleave",
+)
+_QWEN_SHARED = Mixture(
+    shared=("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"),
+    routers=("gate", "shared_expert_gate"),
+)
+_DELTA: Mapping[str, Any] = MappingProxyType(
+    {
+        **_RMS_NORM,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+    }
+)
+_QWEN35_DELTA = DeltaNames(
+    inputs=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    scores=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+)
+_QWEN35_DECODER = DecoderDesign(
+    defaults={**_DELTA, "num_key_value_heads": 4},
+    # the module computes in float32 whatever the key says; layers beyond the last predict further
+    # tokens
+    ignored_keys=frozenset(
+        {
+            "mamba_ssm_dtype",
+            "mlp_only_layers",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+        }
+    ),
+    supported_values={"attn_output_gate": True},
+    partial_rope=True,
+    grid_rope=True,
+    output_gate=True,
 )
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
@@ -597,14 +671,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="qwen2_moe",
                 architecture="Qwen2MoeForCausalLM",
-                mixture=Mixture(
-                    shared=(
-                        "shared_expert.gate_proj",
-                        "shared_expert.up_proj",
-                        "shared_expert.down_proj",
-                    ),
-                    routers=("gate", "shared_expert_gate"),
-                ),
+                mixture=_QWEN_SHARED,
                 decoder=DecoderDesign(
                     defaults={
                         **_QWEN,
@@ -940,6 +1007,61 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 mixture=_DEEPSEEK_V3_MIXTURE,
                 traced=True,
                 decoder=_DEEPSEEK_V3_DECODER,
+            ),
+            # Three layers of four are gated delta nets. Layers of `mtp` predict further tokens.
+            FamilyRow(
+                model_type="qwen3_next",
+                architecture="Qwen3NextForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=_QWEN_SHARED,
+                unit_offset=True,
+                delta=DeltaNames(
+                    inputs=("linear_attn.in_proj_qkvz",),
+                    scores=("linear_attn.in_proj_ba",),
+                    by_head=True,
+                ),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_DELTA,
+                        "num_key_value_heads": 2,
+                        "num_experts": 512,
+                        "num_experts_per_tok": 10,
+                        "norm_topk_prob": True,
+                    },
+                    ignored_keys=frozenset({"use_sliding_window"}),
+                    partial_rope=True,
+                    output_gate=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="qwen3_5_text",
+                architecture="Qwen3_5ForCausalLM",
+                names=_HEAD_NORMS,
+                unit_offset=True,
+                delta=_QWEN35_DELTA,
+                traced=True,
+                decoder=_QWEN35_DECODER,
+            ),
+            FamilyRow(
+                model_type="qwen3_5_moe_text",
+                architecture="Qwen3_5MoeForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=_QWEN_SHARED,
+                unit_offset=True,
+                delta=_QWEN35_DELTA,
+                traced=True,
+                decoder=replace(
+                    _QWEN35_DECODER,
+                    defaults={
+                        **_DELTA,
+                        "num_key_value_heads": 2,
+                        "num_experts": 256,
+                        "num_experts_per_tok": 8,
+                    },
+                    normalized_experts=True,
+                    sparse_layers=SparseLayers.ALL_LAYERS,
+                ),
             ),
             FamilyRow(
                 model_type="gemma",

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from quantflow.errors import InputError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models import architecture
-from quantflow.models.architecture import Blueprint, Keys, Latent, UnsupportedDesign
+from quantflow.models.architecture import Blueprint, Delta, Keys, Latent, UnsupportedDesign
 from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
 from quantflow.models.graph import HEAD
 
@@ -97,11 +97,10 @@ class ListedTensors:
             UnsupportedDesign: a size that config.json does not say.
         """
         names = blueprint.names
-        self._names, self._kv_heads, self._layers = (
-            names,
-            blueprint.heads.num_kv_heads,
-            blueprint.layers,
-        )
+        self._names, self._kv_heads = names, blueprint.heads.num_kv_heads
+        self._attentions = [
+            index for index in range(blueprint.layers) if not blueprint.is_linear(index)
+        ]
         self._mixture = blueprint.mixture
         self._tied = design.tied
         if keys.has("tie_word_embeddings"):
@@ -121,7 +120,7 @@ class ListedTensors:
         embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
         others = dict(_others(blueprint))
         self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms, **others}
-        if row.traced:  # the graph has no routers of such a family: they are modules of their own
+        if row.traced:  # what chooses experts is no linear there, but a module of its own
             for name in _routers(blueprint):
                 del self._linears[name]
 
@@ -177,7 +176,7 @@ class ListedTensors:
         """The attentions and their kv heads; see `ModelTensors`."""
         return {
             f"{self._names.layers}.{index}.{self._names.attention}": self._kv_heads
-            for index in range(self._layers)
+            for index in self._attentions
         }
 
 
@@ -245,8 +244,10 @@ def _linears(
     queries, values = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     for index, sparse in enumerate(blueprint.sparse):
         prefix = f"{names.layers}.{index}"
-        qkv = (queries, values, values)
-        if blueprint.latent is not None:
+        qkv = (queries * (2 if heads.output_gate else 1), values, values)
+        if blueprint.delta is not None and blueprint.is_linear(index):
+            yield from _of_delta(blueprint.delta, prefix, hidden)
+        elif blueprint.latent is not None:
             yield from _of_latent(design, blueprint, blueprint.latent, prefix, keys)
         else:
             of_names = qkv if len(names.qkv) > 1 else (sum(qkv),)
@@ -284,6 +285,21 @@ def _of_latent(
     yield f"{prefix}.{blueprint.names.output}", output, _has_bias(design.output_bias, keys)
 
 
+def _of_delta(
+    delta: Delta, prefix: str, hidden: int
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """The linears of a gated delta net, as `_linears` has them."""
+    names, values = delta.names, delta.value_heads * delta.value_dim
+    for linears, rows in (
+        (names.inputs, (delta.channels, values)),
+        (names.scores, (delta.value_heads, delta.value_heads)),
+    ):
+        of_names = rows if len(linears) > 1 else (sum(rows),)
+        for name, count in zip(linears, of_names, strict=True):
+            yield f"{prefix}.{name}", (count, hidden), False
+    yield f"{prefix}.{names.output}", (hidden, values), False
+
+
 def _of_mixture(
     design: DecoderDesign, blueprint: Blueprint, mixture: Mixture, keys: Keys
 ) -> Iterator[tuple[str, tuple[int, int], bool]]:
@@ -311,18 +327,23 @@ def _of_mixture(
 
 
 def _routers(blueprint: Blueprint) -> Iterator[str]:
-    """The source names of all linears that decide about experts."""
+    """The source names of all linears that decide which experts a token goes to."""
     for index, sparse in enumerate(blueprint.sparse):
         if sparse and blueprint.mixture is not None:
             block = f"{blueprint.names.layers}.{index}.{blueprint.mixture.block}"
-            yield from (f"{block}.{name}" for name in blueprint.mixture.routers)
+            yield f"{block}.{blueprint.mixture.routers[0]}"
 
 
 def _others(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
     """Every tensor that belongs to no linear and no norm, and its shape."""
     names, mixture = blueprint.names, blueprint.mixture
     for index, sparse in enumerate(blueprint.sparse):
-        prefix = f"{names.layers}.{index}"
+        prefix, delta = f"{names.layers}.{index}", blueprint.delta
+        if delta is not None and blueprint.is_linear(index):
+            yield f"{prefix}.{delta.names.convolution}.weight", (delta.channels, 1, delta.kernel)
+            yield f"{prefix}.{delta.names.rate}", (delta.value_heads,)
+            yield f"{prefix}.{delta.names.shift}", (delta.value_heads,)
+            yield f"{prefix}.{delta.names.norm}.weight", (delta.value_dim,)
         if names.sinks is not None:
             yield f"{prefix}.{names.sinks}", (blueprint.heads.num_heads,)
         if sparse and mixture is not None and mixture.correction is not None:
@@ -335,16 +356,19 @@ def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
     """Every norm and its length."""
     names, heads, hidden = blueprint.names, blueprint.heads, keys.count("hidden_size")
     queries, values = (heads.num_heads, heads.num_kv_heads) if heads.whole_norms else (1, 1)
-    inside = (
+    branches = (
         (names.attention_norm, hidden),
         (names.attended_norm, hidden),
         (names.mlp_norm, hidden),
         (names.gated_norm, hidden),
+    )
+    attention = (
         (names.q_norm, queries * heads.head_dim),
         (names.k_norm, values * heads.head_dim),
         *_latent_norms(blueprint.latent),
     )
     for index in range(blueprint.layers):
+        inside = branches if blueprint.is_linear(index) else branches + attention
         yield from (
             (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
         )

@@ -17,6 +17,10 @@
  *
  * Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) has one kv head. Its
  * last `latent` features are a column's keys and its values, and lie in the cache once.
+ *
+ * A gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) stands in the place of
+ * attention in some layers. It keeps no columns: each sequence has a state of one size, which every
+ * column changes in turn. So what it gives does not depend on how columns are put into steps.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -49,6 +53,7 @@ enum { BLOCK = 64 }; /* columns of one step of the online softmax */
 /* Numbers and products below which a second thread costs more than it saves. */
 enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 };
 enum { MAX_HEAD_DIM = 1024 }; /* that of operations.py, which refuses larger heads */
+enum { MAX_KERNEL = 8 };      /* columns that a convolution sees; operations.py refuses more */
 
 /* A debug build checks once a call what Python promises; a broken promise ends the process. */
 #ifdef QUANTFLOW_CHECK
@@ -92,6 +97,18 @@ typedef struct {
     float near, least, factor, alpha, limit;
 } Experts;
 
+/* A gated delta net in the place of attention. operations.py has the same fields in `_DeltaNet`.
+ * channels: 2 key_heads key_dim + value_heads value_dim, queries, keys and values of all heads. */
+typedef struct {
+    Product scores; /* [2 value_heads] of each head: how much a value counts; how much stays */
+    const float *convolution;  /* [kernel, channels] */
+    const float *rate, *shift; /* [value_heads] */
+    const float *norm;         /* [value_dim] */
+    float *inputs; /* [slots, kernel - 1, channels] last inputs of each sequence's convolution */
+    float *states; /* [slots, value_heads, key_dim, value_dim] */
+    int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+} DeltaNet;
+
 /* A layer; a pointer is NULL where the layer has no such thing. operations.py has the same fields
  * in `_Layer` and compares their places with `structure_fields`. */
 typedef struct {
@@ -110,6 +127,7 @@ typedef struct {
     Norm mlp_norm, gated_norm;          /* [hidden] before the MLP; of what the MLP adds */
     Product qkv, output, up, down;      /* up: gate and up where `gated` */
     const Experts *experts;             /* in the place of up and down */
+    const DeltaNet *delta_net;          /* in the place of attention, with qkv and output */
     int64_t window;     /* positions that a query sees, itself included; 0: all before it */
     int64_t rotary_dim; /* first features of a head, which are rotated; 0: none */
 } Layer;
@@ -122,9 +140,11 @@ typedef struct {
     const int64_t *start;   /* [rows] first new column of a sequence */
     const int64_t *table;   /* [rows, width] blocks that hold its columns, `block` columns each */
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
+    const int64_t *slots;   /* [rows] place of a sequence's state in each gated delta net */
     int64_t rows, block, width; /* rows: sequences */
     int64_t query_heads, kv_heads, head_dim, kind;
     int64_t latent;            /* last features of a key that are its value too; 0: values apart */
+    int64_t output_gate;       /* gates of the heads' outputs come behind the values */
     int64_t whole_norms;       /* q_norm and k_norm are of all heads at once */
     int64_t centered;          /* norms subtract the mean first (LayerNorm) */
     int64_t parallel;          /* the MLP reads what attention reads, not what it added to */
@@ -140,6 +160,7 @@ typedef struct {
 /* The promises that every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys);
+    CHECK(!(s->latent && s->output_gate));
     CHECK(s->latent >= 0 && s->latent <= s->head_dim && s->latent % LANES == 0 &&
           !s->latent == !!l->values);
     CHECK(!l->rotary_dim || (l->cos && l->sin));
@@ -987,9 +1008,11 @@ typedef struct {
     int64_t narrow; /* whether it rounds queries and probabilities */
 } Heads;
 
-/* Features of queries, keys and values of a column; values that are a part of the keys count once. */
+/* Features of queries, keys, values and output gates of a column; values that are a part of the keys
+ * count once. */
 static inline int64_t width_of(const Step *s) {
-    return (s->query_heads + (s->latent ? 1 : 2) * s->kv_heads) * s->head_dim;
+    const int64_t queries = s->query_heads * (s->output_gate ? 2 : 1);
+    return (queries + (s->latent ? 1 : 2) * s->kv_heads) * s->head_dim;
 }
 
 static void rope_store_column(const void *context, int64_t at) {
@@ -1043,7 +1066,7 @@ static void rope_store_column(const void *context, int64_t at) {
 
 /* Apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
  * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim], without the values where
- * the keys hold them */
+ * the keys hold them, and with a gate for each query head behind them where there are gates */
 void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
     int64_t width = width_of(s), columns = s->first[s->rows];
@@ -1356,6 +1379,16 @@ static void attend_unit(const void *context, int64_t unit) {
     if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
 }
 
+/* Multiply what the heads of a column put out by the sigmoids of their gates. */
+static void gate_heads(const void *context, int64_t column) {
+    const Heads *t = context;
+    const int64_t width = width_of(t->s), gates = t->s->query_heads * t->s->head_dim;
+    const float *gate = t->qkv + (column + 1) * width - gates;
+    float *out = t->out + column * gates;
+    for (int64_t i = 0; i < gates; i += LANES)
+        *(vf *)(out + i) /= 1.0f + exponentials(-*(const vf *)(gate + i));
+}
+
 /* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
  * query_heads * head_dim], or a latent for each head */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
@@ -1367,6 +1400,173 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
                   .narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16};
     share(attend_unit, &context, tiles * s->kv_heads, seen * TILE * s->kv_heads * s->head_dim,
           PRODUCTS_WORTH_A_THREAD);
+    if (!s->output_gate) return;
+    const int64_t columns = s->first[s->rows];
+    share(gate_heads, &context, columns, columns * s->query_heads * s->head_dim, WORTH_A_THREAD);
+}
+
+typedef struct {
+    const Step *s;
+    const DeltaNet *d;
+    float *x;            /* [columns, channels + value_heads * value_dim] */
+    const float *scores; /* [columns, 2 value_heads] */
+    float *out;          /* [columns, value_heads, value_dim] */
+} DeltaStep;
+
+/* The new columns of a sequence. Its state begins with zeros where no text lies before them. */
+typedef struct {
+    int64_t row, first, count, skip, fresh, slot; /* skip: the first of them, which are padding */
+} Columns;
+
+static inline Columns columns_of(const Step *s, int64_t row) {
+    int64_t count = s->first[row + 1] - s->first[row], skip = s->padding[row] - s->start[row];
+    skip = skip < 0 ? 0 : skip > count ? count : skip;
+    return (Columns){row, s->first[row], count, skip, s->start[row] <= s->padding[row],
+                     s->slots[row]};
+}
+
+static inline int64_t channels_of(const DeltaNet *d) {
+    return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim;
+}
+
+/* The causal convolution of a head of queries, keys or values over the columns of a sequence, in
+ * place, and silu; queries and keys are then divided by their length, queries by key_dim^0.5 too. */
+static void convolve_unit(const void *context, int64_t unit) {
+    const DeltaStep *t = context;
+    const DeltaNet *d = t->d;
+    const int64_t heads = 2 * d->key_heads + d->value_heads, head = unit % heads;
+    const int64_t before = d->kernel - 1, channels = channels_of(d);
+    const int64_t width = channels + d->value_heads * d->value_dim;
+    const int64_t keys = head < 2 * d->key_heads, dim = keys ? d->key_dim : d->value_dim;
+    const int64_t from = keys ? head * dim
+                              : 2 * d->key_heads * d->key_dim + (head - 2 * d->key_heads) * dim;
+    const Columns c = columns_of(t->s, unit / heads);
+    float *x = t->x + c.first * width + from;
+    float *window = before ? d->inputs + c.slot * before * channels + from : NULL;
+    const float *weight = d->convolution + from;
+    float last[(MAX_KERNEL - 1) * MAX_HEAD_DIM]; /* the window of the next step */
+    if (c.skip == c.count) return;
+    /* A column's input is one of this step, one of the window before it, or none: 0. */
+#define INPUT(COLUMN) \
+    ((COLUMN) >= c.skip ? x + (COLUMN) * width \
+                        : c.fresh ? NULL : window + (before + (COLUMN)) * channels)
+    for (int64_t j = 0; j < before; j++) {
+        const float *input = INPUT(c.count - before + j);
+        if (input) memcpy(last + j * dim, input, sizeof *last * (size_t)dim);
+        else memset(last + j * dim, 0, sizeof *last * (size_t)dim);
+    }
+    /* from the last column on: what it reads lies before it, and is no output yet */
+    for (int64_t column = c.count - 1; column >= c.skip; column--) {
+        float *own = x + column * width;
+        vf squares = {0};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vf sum = {0};
+            for (int64_t j = 0; j <= before; j++) {
+                const float *input = INPUT(column - before + j);
+                if (input)
+                    sum = multiply_add(sum, *(const vf *)(input + i),
+                                       *(const vf *)(weight + j * channels + i));
+            }
+            sum = activate(sum, SILU);
+            squares = multiply_add(squares, sum, sum);
+            *(vf *)(own + i) = sum;
+        }
+        if (!keys) continue;
+        float inverse = 1.0f / sqrtf(sum_of_lanes(squares) + 1e-6f);
+        if (head < d->key_heads) inverse /= sqrtf((float)d->key_dim);
+        for (int64_t i = 0; i < dim; i += LANES) *(vf *)(own + i) *= inverse;
+    }
+#undef INPUT
+    for (int64_t j = 0; j < before; j++)
+        memcpy(window + j * channels, last + j * dim, sizeof *last * (size_t)dim);
+}
+
+/* The gated delta rule on W registers of values of a head, over the columns of a sequence:
+ *
+ *     S <- exp(-rate * softplus(a + shift)) S;    S <- S + k (sigmoid(b) (v - S'k))';    out = S'q
+ *
+ * S [key_dim, value_dim], a and b the head's two scores. No value changes another one's sums. */
+INLINE void delta_tile(const DeltaStep *t, const Columns *c, int64_t head, int64_t from,
+                       const int W) {
+    const DeltaNet *d = t->d;
+    const int64_t dim = d->value_dim, keys = d->key_dim, channels = channels_of(d);
+    const int64_t width = channels + d->value_heads * dim, all = d->key_heads * keys;
+    float *state = d->states + (c->slot * d->value_heads + head) * keys * dim + from;
+    for (int64_t column = c->first + c->skip; column < c->first + c->count; column++) {
+        const float *x = t->x + column * width, *scores = t->scores + column * 2 * d->value_heads;
+        const float *q = x + head / (d->value_heads / d->key_heads) * keys, *k = q + all;
+        const float *v = x + 2 * all + head * dim + from;
+        const float a = scores[d->value_heads + head] + d->shift[head];
+        const float decay = expf(-d->rate[head] * (a > 20 ? a : log1pf(expf(a))));
+        const float counts = 1 / (1 + expf(-scores[head]));
+        vf known[4], change[4], out[4];
+        for (int w = 0; w < W; w++) known[w] = out[w] = (vf){0};
+        for (int64_t i = 0; i < keys; i++) {
+            const vf key = splat(k[i]);
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++)
+                known[w] = multiply_add(known[w], key, *(vf *)(state + i * dim + w * LANES));
+        }
+        for (int w = 0; w < W; w++)
+            change[w] = counts * (*(const vf *)(v + w * LANES) - decay * known[w]);
+        for (int64_t i = 0; i < keys; i++) {
+            const vf key = splat(k[i]), query = splat(q[i]);
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++) {
+                vf *own = (vf *)(state + i * dim + w * LANES);
+                *own = multiply_add(*own * decay, key, change[w]);
+                out[w] = multiply_add(out[w], query, *own);
+            }
+        }
+        for (int w = 0; w < W; w++)
+            *(vf *)(t->out + (column * d->value_heads + head) * dim + from + w * LANES) = out[w];
+    }
+}
+
+/* The gated delta rule of a value head over the columns of a sequence, then its norm and its gate. */
+static void delta_unit(const void *context, int64_t unit) {
+    const DeltaStep *t = context;
+    const DeltaNet *d = t->d;
+    const int64_t head = unit % d->value_heads, dim = d->value_dim, channels = channels_of(d);
+    const int64_t outs = d->value_heads * dim;
+    const Columns c = columns_of(t->s, unit / d->value_heads);
+    for (int64_t column = 0; column < c.skip; column++)
+        memset(t->out + (c.first + column) * outs + head * dim, 0, sizeof *t->out * (size_t)dim);
+    if (c.skip == c.count) return;
+    if (c.fresh)
+        memset(d->states + (c.slot * d->value_heads + head) * d->key_dim * dim, 0,
+               sizeof *d->states * (size_t)(d->key_dim * dim));
+    int64_t from = 0;
+    for (; from + 4 * LANES <= dim; from += 4 * LANES) delta_tile(t, &c, head, from, 4);
+    for (; from < dim; from += LANES) delta_tile(t, &c, head, from, 1);
+    for (int64_t column = c.first + c.skip; column < c.first + c.count; column++) {
+        const float *z = t->x + column * (channels + outs) + channels + head * dim;
+        float *out = t->out + column * outs + head * dim;
+        normalize(out, d->norm, out, dim, t->s->eps);
+        for (int64_t i = 0; i < dim; i += LANES)
+            *(vf *)(out + i) *= activate(*(const vf *)(z + i), SILU);
+    }
+}
+
+/* A gated delta net on the new columns, whose states change.  x: [columns, channels and output
+ * gates], changed; scores: [columns, 2 value_heads]; out: [columns, value_heads * value_dim] */
+void delta_rule(const Step *s, const Layer *l, float *x, const float *scores, float *out) {
+    const DeltaNet *d = l->delta_net;
+    CHECK(d && x && scores && out && s->slots && s->padding && s->first && s->start);
+    CHECK(d->convolution && d->rate && d->shift && d->norm && d->states);
+    CHECK(d->kernel == 1 || d->inputs);
+    CHECK(d->key_heads > 0 && d->value_heads > 0 && d->value_heads % d->key_heads == 0);
+    CHECK(d->key_dim > 0 && d->key_dim <= MAX_HEAD_DIM && d->key_dim % LANES == 0);
+    CHECK(d->value_dim > 0 && d->value_dim <= MAX_HEAD_DIM && d->value_dim % LANES == 0);
+    CHECK(d->kernel > 0 && d->kernel <= MAX_KERNEL && s->rows > 0);
+    for (int64_t row = 0; row < s->rows; row++)
+        CHECK(s->first[row + 1] > s->first[row] && s->slots[row] >= 0 && s->start[row] >= 0);
+    DeltaStep context = {s, d, x, scores, out};
+    const int64_t heads = 2 * d->key_heads + d->value_heads, columns = s->first[s->rows];
+    share(convolve_unit, &context, s->rows * heads, columns * channels_of(d) * d->kernel,
+          WORTH_A_THREAD);
+    share(delta_unit, &context, s->rows * d->value_heads,
+          columns * d->value_heads * d->key_dim * d->value_dim * 2, PRODUCTS_WORTH_A_THREAD);
 }
 
 typedef struct {
@@ -1397,15 +1597,20 @@ static const float *in_order(const Product *p, const float *x, int64_t rows, flo
  * parts of a layer, `ordered` for the widest input of a product with an order. Returns 1 where
  * there was no memory. */
 int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv,
-        float *heads, float *up, float *gated, float *ordered, float *delta) {
+        float *scores, float *heads, float *up, float *gated, float *ordered, float *delta) {
     int64_t n = s->first[s->rows], hidden = layers->qkv.weight->columns, failed = 0;
     for (const Layer *l = layers; l < layers + many; l++) {
-        check_step(s, l);
+        const DeltaNet *d = l->delta_net;
+        if (!d) check_step(s, l);
         CHECK(l->qkv.weight->columns == hidden);
         CHECK(!s->latent); /* its products are called one by one */
-        CHECK(l->qkv.weight->rows == (s->query_heads + 2 * s->kv_heads) * s->head_dim);
+        const int64_t outs = d ? d->value_heads * d->value_dim : s->query_heads * s->head_dim;
+        CHECK(l->qkv.weight->rows == (d ? channels_of(d) + outs : width_of(s)));
+        CHECK(!d || (d->scores.weight->rows == 2 * d->value_heads &&
+                     d->scores.weight->columns == hidden));
         CHECK(l->output.weight->rows == hidden);
-        CHECK(l->output.weight->columns == s->query_heads * s->head_dim);
+        CHECK(l->output.weight->columns == outs);
+        (void)outs;
         if (l->experts) continue;
         CHECK(l->up.weight->columns == hidden);
         CHECK(l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
@@ -1421,8 +1626,13 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
         float *before = l == layers ? NULL : delta;
         ADD_NORM(before, l == layers ? (Norm){0} : l[-1].gated_norm, l->attention_norm, 0);
         LINEAR(qkv, norm, qkv);
-        rope_store(s, l, qkv);
-        attend(s, l, qkv, heads);
+        if (l->delta_net) {
+            LINEAR(delta_net->scores, norm, scores);
+            delta_rule(s, l, qkv, scores, heads);
+        } else {
+            rope_store(s, l, qkv);
+            attend(s, l, qkv, heads);
+        }
         LINEAR(output, heads, delta);
         ADD_NORM(delta, l->attended_norm, l->mlp_norm, s->parallel);
         if (l->experts) {
@@ -1460,17 +1670,23 @@ const struct field *structure_fields(void) {
         FIELD(Experts, chosen_groups), FIELD(Experts, counted), FIELD(Experts, normalized), FIELD(Experts, activation),
         FIELD(Experts, gated), FIELD(Experts, near), FIELD(Experts, least), FIELD(Experts, factor),
         FIELD(Experts, alpha), FIELD(Experts, limit), END(Experts),
+        FIELD(DeltaNet, scores), FIELD(DeltaNet, convolution), FIELD(DeltaNet, rate),
+        FIELD(DeltaNet, shift), FIELD(DeltaNet, norm), FIELD(DeltaNet, inputs),
+        FIELD(DeltaNet, states), FIELD(DeltaNet, key_heads), FIELD(DeltaNet, value_heads),
+        FIELD(DeltaNet, key_dim), FIELD(DeltaNet, value_dim), FIELD(DeltaNet, kernel),
+        END(DeltaNet),
         FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales),
         FIELD(Layer, value_scales), FIELD(Layer, key_steps), FIELD(Layer, value_steps),
         FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, sinks), FIELD(Layer, q_norm),
         FIELD(Layer, k_norm), FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
         FIELD(Layer, gated_norm), FIELD(Layer, qkv), FIELD(Layer, output), FIELD(Layer, up),
-        FIELD(Layer, down), FIELD(Layer, experts), FIELD(Layer, window),
+        FIELD(Layer, down), FIELD(Layer, experts), FIELD(Layer, delta_net),
+        FIELD(Layer, window),
         FIELD(Layer, rotary_dim), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
-        FIELD(Step, tiles), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
+        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
-        FIELD(Step, latent), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
+        FIELD(Step, latent), FIELD(Step, output_gate), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
         FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), FIELD(Step, alpha),
         FIELD(Step, limit), END(Step),

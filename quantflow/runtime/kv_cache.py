@@ -9,6 +9,8 @@ columns is odd, zeros lie beside the values of the last column.
 The latents of multi-head latent attention are keys and values at once (`latent`), and lie once, as
 keys do.
 
+Gated delta nets keep no columns but a state of one size for each sequence (`DeltaStates`).
+
 With measured scales (quantflow.core.kv) float8 and int8 are in units of these scales; int8 then
 keeps a NaN as 0, having no code for it. Without them float8 is e4m3fn, as serving systems keep it:
 keys after the rotary embedding and values lie well inside its range of 448. int8 then has a scale
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
+from quantflow.models.architecture import Delta
 from quantflow.runtime.decoder import require_length
 
 # The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is
@@ -40,6 +43,49 @@ KINDS = MappingProxyType(
 LANES = 16
 # TensorScheme.kind of measured scales -> a key of KINDS
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
+
+
+class DeltaStates:
+    """The states of gated delta nets, float32.
+
+    A state is that of all columns so far. decode.c takes it for zeros where a sequence begins, so
+    nothing has to be cleared.
+
+    Attributes:
+        inputs: last inputs of each layer's convolution, [sequences, kernel - 1, channels].
+        states: states of each layer, [sequences, value_heads, key_dim, value_dim].
+    """
+
+    def __init__(self, sizes: Delta, *, layers: int, sequences: int) -> None:
+        """Reserve the memory; what is never written takes none."""
+        window = (sequences, sizes.kernel - 1, sizes.channels)
+        state = (sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.inputs = [torch.empty(window) for _ in range(layers)]
+        self.states = [torch.empty(state) for _ in range(layers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.states))
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that there is room for."""
+        return len(self.states[0]) if self.states else 0
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The inputs and the states of a layer."""
+        return self.inputs[layer], self.states[layer]
+
+    def keep(self, rows: Tensor) -> None:
+        """Let sequence i become the old sequence rows[i]; the storage grows where it has to."""
+        for tensors in (self.inputs, self.states):
+            for layer, tensor in enumerate(tensors):
+                kept = tensor[rows]
+                if len(rows) > len(tensor):
+                    tensors[layer] = kept
+                else:
+                    tensor[: len(rows)] = kept
 
 
 class KVCache:
@@ -62,6 +108,7 @@ class KVCache:
             float32, for int8 that was not measured; otherwise empty. The keys' are the values' too
             where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
+        states: states of the layers that have a gated delta net; None: no layer has one.
     """
 
     def __init__(
@@ -75,18 +122,20 @@ class KVCache:
         head_dim: int,
         latent: bool = False,
         scales: Sequence[KVScales] = (),
+        states: DeltaStates | None = None,
     ) -> None:
         """Reserve the memory; what is never written takes none.
 
         Args:
             kind: a key of KINDS.
-            layers: number of layers.
+            layers: number of layers that keep columns.
             rows: number of sequences.
             kv_heads: kv heads of a layer.
             capacity: columns of a sequence.
             head_dim: features of a head, an even number for bfloat16.
             latent: the keys hold the values, so nothing is kept for those.
             scales: scales of each layer that were measured for this kind; or none.
+            states: states of the layers that keep no columns, of as many sequences; or none.
 
         Raises:
             UsageError: the kind is unknown or has no scales, or there is no row or no column.
@@ -102,7 +151,7 @@ class KVCache:
                 "use the kind that was measured",
             )
         blocks = -(-capacity // LANES)
-        self.kind, self.capacity = kind, blocks * LANES
+        self.kind, self.capacity, self.states = kind, blocks * LANES, states
         self.clear(rows)
         heads, dtype = (rows, kv_heads), KINDS[kind]
         keys, values = [blocks, head_dim, LANES], [self.capacity, head_dim]
@@ -121,8 +170,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage."""
+        """Bytes of the columns' storage."""
         return sum(tensor.nbytes for tensors in self._storage() for tensor in tensors)
+
+    def has_room(self, *, rows: int, capacity: int) -> bool:
+        """Whether there is storage for so many sequences and columns."""
+        kept = [*self.keys[:1], *([] if self.states is None else self.states.states[:1])]
+        return self.capacity >= capacity and all(len(tensor) >= rows for tensor in kept)
 
     def of(self, layer: int) -> tuple[Any, ...]:
         """The keys, values, their scales and their steps of a layer.
@@ -162,15 +216,23 @@ class KVCache:
                 if len(rows) > len(tensor):
                     tensors[layer] = tensor.new_empty((len(rows), *tensor.shape[1:]))
                 tensors[layer][: len(rows), :, :used] = kept
+        if changed and self.states is not None:
+            self.states.keep(rows)
         self.rows = len(rows)
 
     def crop(self, length: int) -> None:
         """Forget every column from `length` on.
 
         Raises:
-            UsageError: there are not so many.
+            UsageError: there are not so many, or a state is that of more and not of none.
         """
         require_length(length, have=self.length)
+        if self.states is not None and 0 < length < self.length:
+            raise UsageError(
+                f"crop to {length} positions of {self.length}: a gated delta net has the state of "
+                "all of them",
+                "begin again",
+            )
         self.length = length
 
     def _storage(self) -> tuple[list[Tensor], ...]:

@@ -20,10 +20,10 @@ from quantflow.backends import kernels
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint
-from quantflow.runtime import operations
+from quantflow.runtime import delta_net, operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
-from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
+from quantflow.runtime.kv_cache import KIND_OF, DeltaStates, KVCache, require_kind
 from quantflow.runtime.latent_attention import LatentOutput, latent_products
 from quantflow.runtime.operations import (
     NO_NORM,
@@ -55,7 +55,9 @@ def why_not(artifact: Artifact) -> str | None:
         return f"export compared it: {note}"
     if blueprint.heads.latent and artifact.kv_cache is not None:
         return "it has no measured scales for a cache of latents"
-    return operations.why_not(blueprint.heads.head_dim, blueprint.heads.latent)
+    return delta_net.why_not(blueprint) or operations.why_not(
+        blueprint.heads.head_dim, blueprint.heads.latent
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,6 +86,8 @@ class LeanDecoder:
 
     Attributes:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
+        stateful: sequences have states that cannot be cropped, nor be shared by those that only
+            begin alike (`quantflow.runtime.delta_net`).
         cache: keys and values since `begin`; None before.
         why_not_invariant: why the bits of a sequence may depend on what is computed with it, in a
             sentence; None: they do not.
@@ -120,6 +124,7 @@ class LeanDecoder:
         self.positions = blueprint.positions
         self.device = artifact.device
         self.cache: KVCache | None = None
+        self.stateful = any(blueprint.linear)
         self._blueprint = blueprint
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":
@@ -129,9 +134,12 @@ class LeanDecoder:
                 else str(artifact.dtype).removeprefix("torch.")
             )
         require_kind(kv_cache)
-        shape = cache_shape(blueprint)
         self._new_cache = partial(
-            KVCache, kind=kv_cache, layers=blueprint.layers, scales=kv_scales, **shape
+            KVCache,
+            kind=kv_cache,
+            layers=blueprint.layers - sum(blueprint.linear),
+            scales=kv_scales,
+            **cache_shape(blueprint),
         )
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
         embedding, self._norm, self._head = ends(artifact, blueprint, pack)
@@ -176,6 +184,12 @@ class LeanDecoder:
         return self._embed(torch.tensor([0])).shape[1]
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states beside the cache's columns; 0 but for `stateful` models."""
+        states = None if self.cache is None else self.cache.states
+        return 0 if states is None else states.nbytes
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that `forward_rows` knows; see `adapt`."""
         return () if self._row_adapters is None else self._row_adapters[0].names
@@ -194,6 +208,11 @@ class LeanDecoder:
                 MLP.
         """
         blueprint = self._blueprint
+        if self.stateful:
+            raise UnsupportedError(
+                "adapters by request: the layers of a gated delta net have none",
+                "merge the adapter into the model",
+            )
         if blueprint.latent is not None:
             raise UnsupportedError(
                 "adapters by request: the queries and keys of latent attention have none",
@@ -221,10 +240,11 @@ class LeanDecoder:
         A batch that fits into the memory of the last one takes it over.
         """
         cache = self.cache
-        if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
+        if cache is not None and cache.has_room(rows=rows, capacity=capacity):
             cache.clear(rows)
         else:
-            self.cache = cache = self._new_cache(rows=rows, capacity=capacity)
+            states = delta_states(self._blueprint, sequences=rows)
+            self.cache = cache = self._new_cache(rows=rows, capacity=capacity, states=states)
         self._grow_rotary_tables(cache.capacity)
         self._operations.begin(cache, self._rotary_tables)
 
@@ -256,15 +276,19 @@ class LeanDecoder:
         hidden = self._hidden(input_ids, None, last_only=False).clone()
         return hidden.view(*input_ids.shape, -1)
 
-    def begin_blocks(self, *, blocks: int, columns: int, positions: int) -> KVCache:
+    def begin_blocks(
+        self, *, blocks: int, columns: int, positions: int, sequences: int = 1
+    ) -> KVCache:
         """Empty the cache and divide it into blocks, which `forward_rows` fills with sequences.
 
         Args:
             blocks: number of blocks.
             columns: columns of a block.
             positions: most positions of a sequence.
+            sequences: most sequences at a time; the states of `stateful` models are theirs.
         """
-        self.cache = cache = self._new_cache(rows=blocks, capacity=columns)
+        states = delta_states(self._blueprint, sequences=sequences)
+        self.cache = cache = self._new_cache(rows=blocks, capacity=columns, states=states)
         self._grow_rotary_tables(positions)
         self._operations.begin(cache, self._rotary_tables)
         if self._row_adapters is not None:
@@ -280,6 +304,7 @@ class LeanDecoder:
         start: Tensor,
         table: Tensor,
         wanted: Tensor,
+        slots: Tensor | None = None,
         adapters: Sequence[str | None] = (),
     ) -> Tensor:
         """Append positions to sequences in blocks.
@@ -292,12 +317,15 @@ class LeanDecoder:
             start: [B] int64, position of each sequence's first new token.
             table: [B, W] int64, blocks of each sequence.
             wanted: [M] int64, those of the N positions whose logits are returned, in their order.
+            slots: [B] int64, for each sequence a number of its own among those that `begin_blocks`
+                has room for, where the model is `stateful`; a sequence that starts at 0 is a new
+                one.
             adapters: name in `adapters` of each sequence, or None; empty where no sequence has one.
 
         Returns:
             [M, V] float32.
         """
-        operations, x, delta = self._rows(input_ids, first, start, table, adapters)
+        operations, x, delta = self._rows(input_ids, first, start, table, slots, adapters)
         if len(wanted) < len(x):
             x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
         return self._logits(operations.last_norm(x, delta, self._norm))
@@ -311,6 +339,7 @@ class LeanDecoder:
         start: Tensor,
         table: Tensor,
         wanted: Tensor,
+        slots: Tensor | None = None,
         adapters: Sequence[str | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """Append positions as `forward_rows` does; its logits, and the states they come from.
@@ -318,7 +347,7 @@ class LeanDecoder:
         Returns:
             [M, V] float32, and the final hidden states of all new positions, [N, H] float32.
         """
-        operations, x, delta = self._rows(input_ids, first, start, table, adapters)
+        operations, x, delta = self._rows(input_ids, first, start, table, slots, adapters)
         # a copy: the next step writes into the same memory
         states = operations.last_norm(x, delta, self._norm).clone()
         return self._logits(states[wanted]), states
@@ -329,13 +358,15 @@ class LeanDecoder:
         first: Tensor,
         start: Tensor,
         table: Tensor,
+        slots: Tensor | None,
         adapters: Sequence[str | None],
     ) -> tuple[Operations, Tensor, Tensor | None]:
         """Run the layers over rows; what ran them, x [N, H], and what is still to be added."""
         operations = self._operations
         if self._row_adapters is not None and self._row_adapters[0].choose(first, adapters):
             operations = self._row_adapters[1]
-        operations.step_rows(first, start, table, torch.zeros_like(start))
+        none = torch.zeros_like(start)
+        operations.step_rows(first, start, table, none, none if slots is None else slots)
         x = self._embedded(input_ids)  # [N, H]
         return operations, x, operations.run(x)
 
@@ -397,6 +428,16 @@ def cache_shape(blueprint: Blueprint) -> dict[str, Any]:
     }
 
 
+def delta_states(
+    blueprint: Blueprint, *, sequences: int, layers: int | None = None
+) -> DeltaStates | None:
+    """The states of gated delta nets, of all layers or of so many; None where there are none."""
+    count = sum(blueprint.linear) if layers is None else layers
+    if blueprint.delta is None or not count:
+        return None
+    return DeltaStates(blueprint.delta, layers=count, sequences=sequences)
+
+
 def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:
     """The output of the head [N, V], multiplied and capped as the model has it."""
     if blueprint.logits_scale != 1:
@@ -419,7 +460,10 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
     order = _order_of_heads(blueprint)
     groups = linears_of(blueprint, index)
-    attention = _latent(artifact, blueprint, prefix, pack)
+    attention, net = _latent(artifact, blueprint, prefix, pack), None
+    linear = blueprint.is_linear(index)
+    if linear and blueprint.delta is not None:
+        attention, net = delta_net.delta_net(artifact, blueprint.delta, prefix, pack)
     products = [
         *attention,
         *(
@@ -433,6 +477,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     norms = {
         kind: NO_NORM if name is None else norm_of(artifact, blueprint, f"{prefix}.{name}")
         for kind, name in called.items()
+        if not (linear and kind in ("q_norm", "k_norm"))
     }
     experts = (
         _experts(artifact, blueprint, prefix, pack)
@@ -442,6 +487,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     return DecoderBlock(
         products=tuple(products),
         experts=experts,
+        delta_net=net,
         **norms,
         window=blueprint.windows[index],
         rope=blueprint.rope_of_layer[index],
@@ -467,7 +513,10 @@ def linears_of(blueprint: Blueprint, index: int) -> list[list[str]]:
     """The source names of a layer's linears, one list per product: qkv, output, up, down."""
     names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
     mlp = [] if blueprint.sparse[index] else [names.up, (names.down,)]
-    return [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
+    attention = [names.qkv, (names.output,)]
+    if blueprint.delta is not None and blueprint.is_linear(index):
+        attention = [blueprint.delta.names.inputs, (blueprint.delta.names.output,)]
+    return [[f"{prefix}.{name}" for name in group] for group in (*attention, *mlp)]
 
 
 def _experts(
@@ -509,13 +558,17 @@ def _vector(artifact: Artifact, name: str) -> Tensor:
 def _order_of_heads(blueprint: Blueprint) -> Tensor | None:
     """The rows of queries, keys and values in the order in which decode.c takes them, int64 [O].
 
-    All queries come first, then all keys, all values. Features that are rotated together are half
-    of the rotated ones apart: scores do not depend on the order of features, which is that of
-    queries and of keys. None where the model has that order.
+    All queries come first, then all keys, all values, and gates where there are some. Features that
+    are rotated together are half of the rotated ones apart: scores do not depend on the order of
+    features, which is that of queries and of keys. None where the model has that order.
     """
     heads, dim = blueprint.heads, blueprint.heads.head_dim
     if blueprint.by_head:
         return torch.arange(heads.num_heads * 3 * dim).view(-1, 3, dim).transpose(0, 1).reshape(-1)
+    if heads.output_gate:  # the gate of a head comes after its query
+        rows = torch.arange(heads.num_heads * 2 * dim).view(-1, 2, dim)
+        others = len(rows) * 2 * dim + torch.arange(2 * heads.num_kv_heads * dim)
+        return torch.cat([rows[:, 0].flatten(), others, rows[:, 1].flatten()])
     if not blueprint.rotary_pairs:
         return None
     rotated = blueprint.ropes[0].dim

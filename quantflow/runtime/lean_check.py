@@ -92,10 +92,20 @@ class LeanCheck:
     def _added(self, artifact: Artifact, index: int, hidden: Tensor, *, rounded: bool) -> Tensor:
         """What a layer adds to a hidden state [S, H], with keys and values rounded or not."""
         blueprint, positions = self._blueprint, len(hidden)
-        scales = self._scales[index : index + 1] if rounded else ()
+        linear = blueprint.is_linear(index)
+        place = index - sum(blueprint.linear[:index])  # among the layers that keep columns
+        scales = self._scales[place : place + 1] if rounded and not linear else ()
         kind = KIND_OF[scales[0].scheme.kind] if scales else "float32"
         shape = lean.cache_shape(blueprint)
-        cache = KVCache(kind=kind, rows=1, layers=1, capacity=positions, scales=scales, **shape)
+        cache = KVCache(
+            kind=kind,
+            rows=1,
+            layers=0 if linear else 1,
+            capacity=positions,
+            scales=scales,
+            states=lean.delta_states(blueprint, sequences=1, layers=1) if linear else None,
+            **shape,
+        )
         operations = Operations(
             blueprint.heads, [lean.block(artifact, blueprint, index, None)], blueprint.form
         )

@@ -212,5 +212,6 @@ def _blueprint_of(blueprint: Blueprint, ahead: Ahead, names: Collection[str]) ->
         names=replace(blueprint.names, layers=ahead.layers),
         sparse=(*(False for _ in others), sparse),
         windows=(0,) * (ahead.index + 1),
+        linear=(),
         rope_of_layer=(blueprint.rope_of_layer[-1],) * (ahead.index + 1),
     )

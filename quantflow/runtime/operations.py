@@ -7,7 +7,7 @@ how many columns are new.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import kernels, native
-from quantflow.models.architecture import Form, Heads
+from quantflow.models.architecture import Delta, Form, Heads
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
@@ -26,6 +26,7 @@ Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float
 RotaryTables = tuple[Tensor, Tensor]
 SOURCE = Path(__file__).with_name("decode.c")
 MAX_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
+MAX_KERNEL = 8  # decode.c keeps the inputs of a convolution on the stack
 _TILE = 8  # decode.c's TILE
 
 
@@ -58,6 +59,21 @@ class LayerExperts(Protocol):
         """The output [N, H] of x [N, H]; `gate` lies between an expert's products."""
 
 
+class LayerDeltaNet(Protocol):
+    """A gated delta net in the place of attention."""
+
+    @property
+    def scores(self) -> Projection:
+        """From the hidden state to two numbers for each head of values."""
+
+    @property
+    def sizes(self) -> Delta:
+        """Its sizes."""
+
+    def structure(self, inputs: Tensor, states: Tensor, kept: list[Any]) -> ctypes.Structure:
+        """The layer's part as decode.c reads it; what it points to is added to `kept`."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderBlock:
     """A decoder layer.
@@ -66,6 +82,7 @@ class DecoderBlock:
         products: qkv, output, up (gate and up where there is a gate), down; the first two alone
             where there are experts.
         experts: stands in the place of the MLP; None: there are none.
+        delta_net: stands in the place of attention, between qkv and output; None: there is none.
         attention_norm, attended_norm: norm before attention, and of what attention adds.
         mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -82,6 +99,7 @@ class DecoderBlock:
     q_norm: Norm = NO_NORM
     k_norm: Norm = NO_NORM
     experts: LayerExperts | None = None
+    delta_net: LayerDeltaNet | None = None
     window: int = 0
     rope: int | None = 0
     sinks: Tensor | None = None
@@ -103,6 +121,19 @@ def why_not(head_dim: int, latent: int = 0) -> str | None:
     if head_dim > MAX_HEAD_DIM:
         return f"it works on heads of {MAX_HEAD_DIM} features at most, these have {head_dim}"
     return native.why_not(SOURCE, cpu_flags=())
+
+
+def why_not_delta(key_dim: int, value_dim: int, kernel: int) -> str | None:
+    """Why decode.c cannot run a gated delta net of these sizes, in a sentence; None when it can."""
+    for what, width in (("keys", key_dim), ("values", value_dim)):
+        if width % LANES or width > MAX_HEAD_DIM:
+            return (
+                f"it works on {LANES} features at once and {MAX_HEAD_DIM} at most, heads of a "
+                f"gated delta net's {what} have {width}"
+            )
+    if kernel > MAX_KERNEL:
+        return f"it knows convolutions of {MAX_KERNEL} tokens at most, this model's has {kernel}"
+    return None
 
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -155,6 +186,23 @@ class _Experts(ctypes.Structure):
     ]
 
 
+class _DeltaNet(ctypes.Structure):
+    _fields_ = [
+        ("scores", _Product),
+        ("convolution", _POINTER),
+        ("rate", _POINTER),
+        ("shift", _POINTER),
+        ("norm", _POINTER),
+        ("inputs", _POINTER),
+        ("states", _POINTER),
+        ("key_heads", _COUNT),
+        ("value_heads", _COUNT),
+        ("key_dim", _COUNT),
+        ("value_dim", _COUNT),
+        ("kernel", _COUNT),
+    ]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("keys", _POINTER),
@@ -177,6 +225,7 @@ class _Layer(ctypes.Structure):
         ("up", _Product),
         ("down", _Product),
         ("experts", _POINTER),
+        ("delta_net", _POINTER),
         ("window", _COUNT),
         ("rotary_dim", _COUNT),
     ]
@@ -189,6 +238,7 @@ class _Step(ctypes.Structure):
         ("start", _POINTER),
         ("table", _POINTER),
         ("tiles", _POINTER),
+        ("slots", _POINTER),
         ("rows", _COUNT),
         ("block", _COUNT),
         ("width", _COUNT),
@@ -197,6 +247,7 @@ class _Step(ctypes.Structure):
         ("head_dim", _COUNT),
         ("kind", _COUNT),
         ("latent", _COUNT),
+        ("output_gate", _COUNT),
         ("whole_norms", _COUNT),
         ("centered", _COUNT),
         ("parallel", _COUNT),
@@ -223,11 +274,12 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
     ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
+    ("delta_rule", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer)] + [_POINTER] * 3),
     ("route", [ctypes.POINTER(_Experts)] + [_POINTER] * 2 + [_COUNT] + [_POINTER] * 2),
     ("sort_rows", [ctypes.POINTER(_Experts), _POINTER, _COUNT] + [_POINTER] * 3),
     ("combine", [ctypes.POINTER(_Experts)] + [_POINTER] * 6 + [_COUNT] * 2),
     ("mixture", [ctypes.POINTER(_Experts), _POINTER, _COUNT, _POINTER]),
-    ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 8),
+    ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 9),
     ("release_threads", []),
 )
 
@@ -240,7 +292,7 @@ def compiled() -> Any:
         IntegrityError: decode.c has other structures than this file.
         UnsupportedError: it cannot be compiled here; see `why_not`.
     """
-    native.require_same_fields(SOURCE, _Norm, _Product, _Plain, _Experts, _Layer, _Step)
+    native.require_same_fields(SOURCE, _Norm, _Product, _Plain, _Experts, _DeltaNet, _Layer, _Step)
     library = native.library(SOURCE)
     for name, types in _ARGUMENTS:
         getattr(library, name).argtypes = types
@@ -360,6 +412,9 @@ class Operations:
             UnsupportedError: see `compiled`.
         """
         self._heads = heads
+        # place of each layer among those that keep columns, or among those that keep states
+        linear = [block.delta_net is not None for block in blocks]
+        self._places = [linear[:at].count(linear[at]) for at in range(len(blocks))]
         self._form = form or Form()
         self._blocks = blocks
         self._library = compiled()
@@ -371,21 +426,27 @@ class Operations:
         self._between: list[Tensor] = []
         self._addresses: list[int | None] = []
         self._kept: list[Any] = []  # structures that C has the addresses of
+        nets = [block.delta_net for block in blocks if block.delta_net is not None]
         products = [each for block in blocks for each in block.products]
+        products += [net.scores for net in nets]
         experts = [block.experts for block in blocks if block.experts is not None]
         if (
             products
             and all(map(in_c, products))
             and all(each.structure is not None for each in experts)
         ):
-            # the shapes of the first layer, and of the first one without experts, are those of all
-            qkv, output = map(shape_in_c, blocks[0].products[:2])
+            # those of the widest layer; of layers without experts, all have the first one's
+            attentions = [tuple(map(shape_in_c, block.products[:2])) for block in blocks]
+            hidden = attentions[0][0][1]
+            qkv = max(entering[0] for entering, _ in attentions)
+            attended = max(output[1] for _, output in attentions)
+            scores = max((shape_in_c(net.scores)[0] for net in nets), default=0)
             mlps = (block.products[2:] for block in blocks if block.experts is None)
             up, down = map(shape_in_c, next(mlps, (None, None)))
             ordered = max(
                 (shape_in_c(each)[1] for each in products if _is_ordered(each)), default=0
             )
-            self._widths = (qkv[1], qkv[0], output[1], up[0], down[1], ordered, output[0])
+            self._widths = (hidden, qkv, scores, attended, up[0], down[1], ordered, hidden)
 
     def begin(self, cache: KVCache, rotary_tables: Sequence[RotaryTables]) -> None:
         """Take a cache, or one whose storage has changed.
@@ -398,7 +459,7 @@ class Operations:
         # C has the addresses of their tensors: they must live on
         self._cache = cache
         self._rotary_tables = rotary_tables
-        self._step = _Step(  # first, start, table and tiles are NULL until `step_rows`
+        self._step = _Step(  # first, start, table, tiles and slots are NULL until `step_rows`
             padding=native.address(cache.padding),
             rows=cache.rows,
             block=cache.capacity,
@@ -408,6 +469,7 @@ class Operations:
             head_dim=heads.head_dim,
             kind=tuple(KINDS).index(cache.kind),
             latent=heads.latent,
+            output_gate=heads.output_gate,
             whole_norms=heads.whole_norms,
             centered=form.centered,
             parallel=form.parallel,
@@ -424,8 +486,8 @@ class Operations:
         self._kept = []
         self._count = 0  # columns of each sequence that the last step had
         structures = [
-            self._structure(block, cache.of(index), rotary_tables)
-            for index, block in enumerate(self._blocks)
+            self._structure(block, place, rotary_tables)
+            for block, place in zip(self._blocks, self._places, strict=True)
         ]
         self._structures = (_Layer * len(structures))(*structures)
 
@@ -439,10 +501,13 @@ class Operations:
                 self._start,
                 torch.arange(rows)[:, None],
                 self._cache.padding,
+                torch.arange(rows),
             )
         self._start.fill_(self._cache.length)
 
-    def step_rows(self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor) -> None:
+    def step_rows(
+        self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor, slots: Tensor
+    ) -> None:
         """Expect new columns of sequences that lie in blocks of the cache: its rows.
 
         Args:
@@ -452,16 +517,18 @@ class Operations:
             table: [B, W] int64, rows of the cache that hold the columns of each sequence,
                 `cache.capacity` to a row.
             padding: [B] int64, columns at the left of each sequence that are no text.
+            slots: [B] int64, place of each sequence among the states of gated delta nets.
         """
         step, group = self._step, self._heads.num_heads // self._heads.num_kv_heads
         counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
         tiles = torch.tensor([*accumulate(counts, initial=0)])
-        self._rows = (padding, first, start, table, tiles)  # C has their addresses
+        self._rows = (padding, first, start, table, tiles, slots)  # C has their addresses
         step.padding = native.address(padding)
         step.first = native.address(first)
         step.start = native.address(start)
         step.table = native.address(table)
         step.tiles = native.address(tiles)
+        step.slots = native.address(slots)
         step.rows, step.width = table.shape
 
     def run(self, x: Tensor) -> Tensor | None:
@@ -483,9 +550,11 @@ class Operations:
         delta, after = None, NO_NORM
         for index, block in enumerate(self._blocks):
             qkv, output, *mlp = block.products
-            delta = output(
-                self.attend(qkv(self.add_norm(x, delta, block.attention_norm, after=after)), index)
-            )
+            norm = self.add_norm(x, delta, block.attention_norm, after=after)
+            if block.delta_net is not None:
+                delta = output(self.delta_rule(qkv(norm), block.delta_net.scores(norm), index))
+            else:
+                delta = output(self.attend(qkv(norm), index))
             norm = self.add_norm(
                 x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel
             )
@@ -539,7 +608,7 @@ class Operations:
 
         Args:
             qkv: [N, (num_heads + 2 num_kv_heads) * head_dim], changed; without the values where
-                the keys hold them.
+                the keys hold them; with gates behind them where there are gates.
             layer: index of the layer.
 
         Returns:
@@ -550,6 +619,25 @@ class Operations:
         width = heads.num_heads * (heads.latent or heads.head_dim)
         out = self._room("attention", qkv.shape[0], width)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
+        return out
+
+    def delta_rule(self, x: Tensor, scores: Tensor, layer: int) -> Tensor:
+        """What a gated delta net makes of new columns, by which its states change.
+
+        Args:
+            x: [N, channels + value_heads * value_dim], changed: queries, keys and values of all
+                heads, and the gates of what they put out.
+            scores: [N, 2 value_heads].
+            layer: index of the layer.
+
+        Returns:
+            [N, value_heads * value_dim], valid until the next call.
+        """
+        net = self._blocks[layer].delta_net
+        assert net is not None  # it is such a layer
+        out = self._room("delta net", len(x), net.sizes.value_heads * net.sizes.value_dim)
+        pointers = (x.data_ptr(), scores.data_ptr(), out.data_ptr())
+        self._library.delta_rule(self._step, self._structures[layer], *pointers)
         return out
 
     def gate(self, up: Tensor) -> Tensor:
@@ -576,10 +664,17 @@ class Operations:
     def _structure(
         self,
         block: DecoderBlock,
-        cached: Iterable[Tensor | None],
+        place: int,
         rotary_tables: Sequence[RotaryTables],
     ) -> _Layer:
-        """A layer as decode.c reads it."""
+        """A layer as decode.c reads it; `place` is that among the layers that keep the same."""
+        cached: Sequence[Tensor | None] = (None,) * 6
+        net = None
+        if block.delta_net is None:
+            cached = self._cache.of(place)
+        elif self._cache.states is not None:
+            net = block.delta_net.structure(*self._cache.states.of(place), self._kept)
+            self._kept.append(net)
         cos, sin = (None, None) if block.rope is None else rotary_tables[block.rope]
         keys, values, key_scales, value_scales, key_steps, value_steps = map(native.address, cached)
         products: Any = block.products if self._widths else ()
@@ -606,6 +701,7 @@ class Operations:
             mlp_norm=_norm(block.mlp_norm),
             gated_norm=_norm(block.gated_norm),
             experts=None if experts is None else ctypes.addressof(experts),
+            delta_net=None if net is None else ctypes.addressof(net),
             window=block.window,
             rotary_dim=0 if cos is None else cos.shape[1],
             **structures,
@@ -626,6 +722,11 @@ def _norm(norm: Norm) -> _Norm:
 def experts_structure(**fields: Any) -> ctypes.Structure:
     """A mixture as decode.c reads it, from the fields of its `Experts`."""
     return _Experts(**fields)
+
+
+def delta_structure(**fields: Any) -> ctypes.Structure:
+    """A gated delta net as decode.c reads it, from the fields of its `DeltaNet`."""
+    return _DeltaNet(**fields)
 
 
 def in_c(linear: Projection) -> bool:

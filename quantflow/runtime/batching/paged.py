@@ -3,6 +3,11 @@
 The scores of a row have the same bits whatever else the step computes: the products and the
 attention of kernels.c and decode.c sum every output in an order of its own. Where an artifact's
 linears run in torch's kernels, `why_not_invariant` says so.
+
+A gated delta net has a state for each row, in a slot of the row's own. Keys and values of a prompt
+that others have computed are of no use to such a model without the state at their end, so rows
+share no blocks; and a state that a wrong guess has changed cannot be taken back, so no token is
+guessed.
 """
 
 from collections.abc import Sequence
@@ -11,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantflow.errors import ResourceError
+from quantflow.errors import ResourceError, UnsupportedError
 from quantflow.process_memory import available_bytes
 from quantflow.runtime.batching.drafts import RowDraft, block_table
 from quantflow.runtime.batching.limits import BatchLimits
@@ -55,18 +60,26 @@ class BlockRunner:
         Raises:
             ResourceError: the memory does not hold the tokens that the limits ask for, or not one
                 row.
+            UnsupportedError: a draft of a model whose state a wrong guess would change for good.
         """
+        if draft is not None and decoder.stateful:
+            raise UnsupportedError(
+                "speculation: a gated delta net cannot take a wrong guess back out of its state",
+                "serve it without --speculate",
+            )
         self._decoder, self._draft = decoder, draft
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.most_rows: int | None = None
-        self.guesses, self.adapters = True, decoder.adapters
+        self.guesses, self.adapters = not decoder.stateful, decoder.adapters
         self.why_not_invariant = decoder.why_not_invariant
         longest = (
             limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
         )
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
-        nbytes = self._reserve(blocks=1, positions=1)
         rows = limits.rows  # each may leave the rest of its last block empty
+        self._most_open = rows
+        nbytes = self._reserve(blocks=1, positions=1)
+        memory = max(0, memory - decoder.state_bytes)
         asked = limits.max_batch_total_tokens
         tokens = rows * longest if asked is None else asked
         blocks = min(-(-tokens // BLOCK_TOKENS) + rows, memory // nbytes)
@@ -88,11 +101,15 @@ class BlockRunner:
         self._reserve(blocks=blocks, positions=min(longest, self.pool_tokens))
         self._pool = BlockPool(blocks=blocks, block_tokens=BLOCK_TOKENS)
         self._leases: dict[BatchRow, Lease] = {}
+        self._shares = not decoder.stateful
+        self._slots: dict[BatchRow, int] = {}
+        self._free_slots = list(range(rows))
         self._hits, self._asked = 0, 0
 
     def open(self, row: BatchRow) -> None:
         """Begin a row without a block; the scheduler has kept room for all that it may need."""
         self._leases[row] = Lease(salt=row.stream.request.adapter or "")
+        self._slots[row] = self._free_slots.pop()
         self._asked += len(row.tokens)
         if self._draft is not None:
             self._draft.open(row)
@@ -105,7 +122,8 @@ class BlockRunner:
         """
         lease, held = self._leases[row], row.computed // BLOCK_TOKENS
         if (
-            row.stream.request.prompt_logprobs
+            not self._shares
+            or row.stream.request.prompt_logprobs
             or row.computed % BLOCK_TOKENS
             or not held == len(lease.blocks) == len(lease.digests)
         ):
@@ -133,6 +151,7 @@ class BlockRunner:
             "start": torch.tensor([part.row.computed for part in parts]),
             "table": block_table(leases),
             "wanted": torch.tensor(wanted, dtype=torch.int64),
+            "slots": torch.tensor([self._slots[part.row] for part in parts]),
             "adapters": [part.row.stream.request.adapter for part in parts],
         }
         if self._draft is None:
@@ -140,7 +159,7 @@ class BlockRunner:
         else:
             logits, states = self._decoder.forward_rows_states(torch.tensor(ids), **positions)
             self._draft.see(parts, leases, states)
-        for part, lease in zip(parts, leases, strict=True):
+        for part, lease in zip(parts, leases, strict=True) if self._shares else ():
             self._pool.publish(
                 lease,
                 part.row.tokens,
@@ -162,6 +181,7 @@ class BlockRunner:
     def close(self, row: BatchRow) -> None:
         """Free the row's blocks; those that are full may still be taken over."""
         self._pool.free(self._leases.pop(row))
+        self._free_slots.append(self._slots.pop(row))
         if self._draft is not None:
             self._draft.close(row)
 
@@ -184,5 +204,6 @@ class BlockRunner:
     def _reserve(self, *, blocks: int, positions: int) -> int:
         """Make room for so many blocks; its bytes."""
         size: dict[str, int] = {"blocks": blocks, "columns": BLOCK_TOKENS, "positions": positions}
-        nbytes = self._decoder.begin_blocks(**size).nbytes
+        cache = self._decoder.begin_blocks(**size, sequences=self._most_open)
+        nbytes = cache.nbytes
         return nbytes if self._draft is None else nbytes + self._draft.begin_blocks(**size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.errors import UsageError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.runtime.decoder import Decoder, HiddenDecoder, StateDecoder
 from quantflow.runtime.decoding.medusa import Medusa
 from quantflow.runtime.decoding.options import Draft, Further, distribution
@@ -50,7 +50,14 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
     Raises:
         UsageError: a draft of another vocabulary, or Medusa heads on a decoder that shows no hidden
             states.
+        UnsupportedError: a decoder whose state a wrong guess would change for good.
     """
+    deciding = [decoder, *([method.decoder] if isinstance(method, Draft) else [])]
+    if any(getattr(each, "stateful", False) for each in deciding):
+        raise UnsupportedError(
+            "speculation: a gated delta net cannot take a wrong guess back out of its state",
+            "generate one token after the other",
+        )
     if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
         cause = (
             f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has "

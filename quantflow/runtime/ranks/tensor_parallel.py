@@ -304,6 +304,11 @@ def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
             f"{world} ranks share what the lean decoder runs, not {kind}: {blueprint}",
             "leave --ranks out",
         )
+    if any(blueprint.linear):
+        raise UnsupportedError(
+            f"{world} ranks share attention, not the gated delta nets of {kind}",
+            "leave --ranks out",
+        )
     if artifact.linears and artifact.layout is not compressed_tensors:
         cause = (
             f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's "

@@ -45,7 +45,7 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
             }.get(key)
             table = theirs.rope_parameters.get(kind, theirs.rope_parameters)
             assert table[key if key == "partial_rotary_factor" else "rope_theta"] == value, key
-        elif key == "sliding_window_pattern":
+        elif key in ("sliding_window_pattern", "full_attention_interval"):
             assert [kind == "full_attention" for kind in theirs.layer_types] == [
                 not (i + 1) % value for i in range(12)
             ]
@@ -59,6 +59,8 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
 
 def runs(family):
     """What a configuration says where the family's defaults are another design's."""
+    if DECODED[family].delta is not None:
+        return {"layer_types": ["linear_attention", "full_attention"]}
     return {"layer_types": ["attention"] * 2} if family == "granitemoehybrid" else {}
 
 
@@ -85,7 +87,12 @@ def test_the_products_are_the_groups_of_the_graph(family):
     names, mixture = DECODED[family].names, DECODED[family].mixture
     if latent is not None:
         names = read(config.to_dict()).names  # queries are compressed
-    layer = graph_for(config).layers[-1]  # the first ones of a mixture may be dense
+    graph = graph_for(config)
+    layer = graph.layers[-1]  # the first ones of a mixture may be dense
+    if (delta := DECODED[family].delta) is not None:
+        theirs = [set(map(graph.layers[0].inside, each.linears)) for each in graph.layers[0].groups]
+        for group in (delta.inputs, delta.scores, (delta.output,)):
+            assert any(set(group) <= other for other in theirs), group
     ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
     if latent is not None:
         ours += [(latent.query_up,), (latent.up,)]

@@ -617,3 +617,26 @@ def test_experts_of_neither_shape_are_refused_with_both(qwen3_vl_mixture, tmp_pa
         match=r"down_proj: \[4, 32, 192\] in model.safetensors, \[4, 64, 96\] by config.json",
     ):
         open_source(folder)
+
+
+def test_a_shared_expert_with_as_many_features_as_there_are_experts_is_no_router():
+    # Qwen3-Next-80B: 512 experts, and a shared one of 512 features
+    graph = graph_for(
+        CONFIG_MAPPING["qwen3_next"](
+            hidden_size=64,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=96,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        )
+    )
+    for layer in graph.layers:
+        assert [name.removeprefix(f"{layer.prefix}.mlp.") for name in layer.routers] == [
+            "shared_expert_gate"
+        ]
+        assert f"{layer.prefix}.mlp.shared_expert.gate_proj" in layer.linears

@@ -59,6 +59,9 @@ def configurations(family):
     if FAMILIES[family].latent is not None:
         sizes |= LATENT
         yield theirs(**sizes, q_lora_rank=None), {}
+    if FAMILIES[family].delta is not None:
+        sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}
     if family == "granitemoehybrid":
         sizes |= {"layer_types": ["attention"] * SIZES["num_hidden_layers"]}
         yield theirs(**sizes | {"num_local_experts": 0}), {}
@@ -112,7 +115,9 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
             assert [found.module(name) for name in layer.routers] == [
                 layer.module(name) for name in layer.routers
             ]
-        assert found.caches() == {layer.attention: layer.kv_heads for layer in graph.layers}
+        assert found.caches() == {
+            layer.attention: layer.kv_heads for layer in graph.layers if layer.attention
+        }
 
 
 @pytest.mark.parametrize(
