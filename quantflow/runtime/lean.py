@@ -318,8 +318,8 @@ class LeanDecoder:
             table: [B, W] int64, blocks of each sequence.
             wanted: [M] int64, those of the N positions whose logits are returned, in their order.
             slots: [B] int64, for each sequence a number of its own among those that `begin_blocks`
-                has room for, where the model is `stateful`; a sequence that starts at 0 is a new
-                one.
+                has room for, where the model is `stateful`; None: 0, 1 and so on. A sequence that
+                starts at position 0 is a new one.
             adapters: name in `adapters` of each sequence, or None; empty where no sequence has one.
 
         Returns:
@@ -365,8 +365,7 @@ class LeanDecoder:
         operations = self._operations
         if self._row_adapters is not None and self._row_adapters[0].choose(first, adapters):
             operations = self._row_adapters[1]
-        none = torch.zeros_like(start)
-        operations.step_rows(first, start, table, none, none if slots is None else slots)
+        operations.step_rows(first, start, table, torch.zeros_like(start), slots)
         x = self._embedded(input_ids)  # [N, H]
         return operations, x, operations.run(x)
 

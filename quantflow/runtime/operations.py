@@ -501,12 +501,16 @@ class Operations:
                 self._start,
                 torch.arange(rows)[:, None],
                 self._cache.padding,
-                torch.arange(rows),
             )
         self._start.fill_(self._cache.length)
 
     def step_rows(
-        self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor, slots: Tensor
+        self,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        padding: Tensor,
+        slots: Tensor | None = None,
     ) -> None:
         """Expect new columns of sequences that lie in blocks of the cache: its rows.
 
@@ -517,8 +521,10 @@ class Operations:
             table: [B, W] int64, rows of the cache that hold the columns of each sequence,
                 `cache.capacity` to a row.
             padding: [B] int64, columns at the left of each sequence that are no text.
-            slots: [B] int64, place of each sequence among the states of gated delta nets.
+            slots: [B] int64, place of each sequence among the states of gated delta nets; None:
+                its own number.
         """
+        slots = torch.arange(len(start)) if slots is None else slots
         step, group = self._step, self._heads.num_heads // self._heads.num_kv_heads
         counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
         tiles = torch.tensor([*accumulate(counts, initial=0)])
@@ -597,6 +603,8 @@ class Operations:
             late: the returned norm is of x as it was before.
         """
         out = self._room("norm", *x.shape)
+        if not len(x):
+            return out
         pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())
         self._library.add_norm(
             *pointers, *x.shape, self._heads.eps, self._form.centered, self._form.residual, late
