@@ -273,7 +273,7 @@ def test_a_step_with_two_fields_exchanged_is_refused_before_c_reads_it():
     at = [name for name, _ in fields].index("query_heads")
     fields[at : at + 2] = fields[at + 1], fields[at]
     exchanged = type("_Step", (ctypes.Structure,), {"_fields_": fields})
-    names = ("_Norm", "_Product", "_Plain", "_Experts", "_Layer")
+    names = ("_Norm", "_Product", "_Plain", "_Experts", "_DeltaNet", "_Layer")
     parts = [getattr(operations, name) for name in names]
     with pytest.raises(IntegrityError, match="Step, kv_heads: "):
         native.require_same_fields(operations.SOURCE, *parts, exchanged)
