@@ -223,6 +223,16 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
     }
 
 
+def is_elsewhere(placement: Placement) -> bool:
+    """Whether a linear is an expert's that another card holds."""
+    return placement["kind"] == "expert" and not placement["length"]
+
+
+def holder_of(number: int, *, experts: int, cards: int) -> int:
+    """The card that holds an expert: neighbouring experts lie on one card."""
+    return number * cards // experts
+
+
 def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tuple[int, int] | None:
     """The card's part of `count` units, (first, number of units), or None where they do not divide.
 
@@ -256,7 +266,8 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
                 f"{name}: {experts} experts over {cards} cards",
                 "use a number of cards that divides them",
             )
-        return {**whole, "length": int(number * cards // experts == card)}
+        holder = holder_of(number, experts=experts, cards=cards)
+        return {**whole, "length": int(holder == card)}
     plan = whole.get("plan")
     if cards == 1 or plan is None:
         return dict(whole)

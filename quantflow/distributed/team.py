@@ -3,14 +3,15 @@
 They share a layer's work, not its arithmetic, so that every bit is that of one process:
 
     sequence i      runs on card i % N, which alone keeps its hidden states
-    group j         of linears that share an input is quantized by card j % N: it gets every
-                    sequence's input of the group, in sample order, and adds them up as one process
-                    does
+    group j         of linears that share an input is quantized by card j % N, or by the card that
+                    `owners` names: it gets every sequence's input of the group, in sample order,
+                    and adds them up as one process does
     the rest        is done by every card: smoothing, the canary, and the layer from all groups'
                     results
 
 One card is a team too: it does everything, and nothing is sent. Only values go between cards, in
-JSON and as raw bytes.
+JSON and as raw bytes. How many tokens of a sequence reach a group is known to the card that ran it
+alone, since routers choose, so cards tell each other first.
 
 Tensors of a device go from card to card by torch's own backend of that device, NCCL of CUDA, and
 those in host memory by gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for
@@ -52,6 +53,8 @@ class Team:
     Attributes:
         rank, world: number of the card, and of all cards.
         group: torch's process group of all of them; None where there is one.
+        owners: number of a group of linears -> number of its card; empty where the cards take
+            turns.
         device: device of this card's tensors.
         direct: the group has a backend of the device, so that its tensors do not go through host
             memory.
@@ -60,12 +63,17 @@ class Team:
     rank: int = 0
     world: int = 1
     group: Any = None
+    owners: Sequence[int] = ()
     device: Device = HOST
     direct: bool = True
 
+    def owner(self, number: int) -> int:
+        """The number of the card that quantizes a group of linears."""
+        return self.owners[number] if self.owners else number % self.world
+
     def owns(self, number: int) -> bool:
         """Whether a group of linears is this card's to quantize."""
-        return number % self.world == self.rank
+        return self.owner(number) == self.rank
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
         """The sequences that this card runs."""
@@ -76,7 +84,6 @@ class Team:
         inputs: dict[int, Tensor],
         features: Mapping[int, int],
         *,
-        tokens: Sequence[int],
         add: Callable[[int, Tensor], None],
     ) -> None:
         """Add up the inputs of this card's groups over the sequences that the cards have just run.
@@ -86,25 +93,33 @@ class Team:
         another card's is in memory at a time.
 
         Args:
-            inputs: group -> its input of this card's sequence, [1, S, K] float32 on the device;
-                emptied. Nothing where it ran none.
+            inputs: group -> its input of this card's sequence, [..., K] float32 on the device;
+                emptied. A group that no token of the sequence reached is not there; nothing is
+                where the card ran none.
             features: group -> K, of every group that somebody adds up.
-            tokens: S of each card's sequence; the cards after these ran none.
             add: receiver of a group and its input of the next sequence, on the device.
         """
+        rows = [
+            inputs[number].numel() // width if number in inputs else 0
+            for number, width in features.items()
+        ]
         sends: list[Any] = []
-        for rank, length in enumerate(tokens):
+        for rank, of_groups in enumerate(self.exchange(rows)):
+            reached = {
+                number: count for number, count in zip(features, of_groups, strict=True) if count
+            }
             if rank == self.rank:  # send first: the others wait for it
                 sends = [
                     self._post(inputs.pop(number), number)
-                    for number in features
+                    for number in reached
                     if not self.owns(number)
                 ]
-            for number in filter(self.owns, features):
-                if rank != self.rank:
-                    add(number, self._receive((1, length, features[number]), rank, number))
-                elif number in inputs:  # not there where no token of the sequence reached an expert
+            for number in filter(self.owns, reached):
+                if rank == self.rank:
                     add(number, inputs.pop(number))
+                else:
+                    shape = (1, reached[number], features[number])
+                    add(number, self._receive(shape, rank, number))
         for send in sends:
             with connected():
                 send.wait()
@@ -125,7 +140,7 @@ class Team:
         if not (device.is_host or self.direct):
             received, about = self.broadcast(fetched(tensors, device), about, number=number)
             return {name: device.put(tensor) for name, tensor in received.items()}, about
-        owner = number % self.world
+        owner = self.owner(number)
         mine = self.owns(number)
         specs = [
             [name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()
@@ -150,6 +165,16 @@ class Team:
             received[name] = tensor
         return received, about
 
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every card, in the order of the cards; each has as many."""
+        if self.world == 1:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        of_cards = [torch.empty_like(own) for _ in range(self.world)]
+        with connected():
+            distributed.all_gather(of_cards, own, group=self.group)
+        return [card.tolist() for card in of_cards]
+
     def span(self, value: int) -> tuple[int, int]:
         """The least and the greatest of the cards' values."""
         if self.world == 1:
@@ -170,10 +195,9 @@ class Team:
     def _post(self, tensor: Tensor, number: int) -> Any:
         """Send a group's input to its owner; wait for the result before the tensor changes."""
         sent = tensor if self.direct else self.device.fetch(tensor)
+        sent = sent.reshape(1, -1, sent.shape[-1]).contiguous()  # [1, S, K]
         with connected():
-            return distributed.isend(
-                sent.contiguous(), number % self.world, group=self.group, tag=number
-            )
+            return distributed.isend(sent, self.owner(number), group=self.group, tag=number)
 
     def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
         """A group's input from the card that ran the sequence, float32 on the device."""

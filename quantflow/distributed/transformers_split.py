@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from quantflow.core.device import HOST, Device
+from quantflow.distributed.placement import Placement, is_elsewhere
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
 from quantflow.models.experts import Experts, SpreadExperts
@@ -32,7 +32,6 @@ from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_columns, read_rows
 
-Placement = Mapping[str, Any]  # see quantflow.distributed.placement
 STYLES = {"column": "colwise", "row": "rowwise"}  # what a placement is called in a plan
 
 
@@ -161,11 +160,6 @@ def _install(style: str, module: nn.Module, mesh: DeviceMesh) -> None:
         layer.install_forward(module, mesh)
     else:
         layer.prepare_module_tp(module, mesh)
-
-
-def is_elsewhere(placement: Placement) -> bool:
-    """Whether a linear is an expert's that another card holds."""
-    return placement["kind"] == "expert" and not placement["length"]
 
 
 def _shorten_(module: nn.Module, *, axis: int, length: int, bias: bool) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from quantflow.core import determinism
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
-from quantflow.distributed.transformers_split import RankShare, cut_, is_elsewhere
+from quantflow.distributed.placement import is_elsewhere
+from quantflow.distributed.transformers_split import RankShare, cut_
 from quantflow.files.canonical import digest_of
 from quantflow.files.safetensors_header import read_header
 from quantflow.measuring.backward import generator_for

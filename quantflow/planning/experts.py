@@ -25,8 +25,7 @@ ranges for rtn reads some.
 
 from dataclasses import dataclass
 
-from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import Graph
+from quantflow.errors import UsageError
 
 PER_FEATURE = 2  # tokens per input feature where weights are rounded by statistics of the input
 FOR_RANGE = 100  # tokens that a static input needs
@@ -84,20 +83,6 @@ def policy_for(
         if weights or inputs
         else None
     )
-
-
-def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
-    """Refuse several ranks that would run the layers of a mixture together.
-
-    Raises:
-        UnsupportedError: the model has experts; ranks do not exchange which tokens reached which.
-    """
-    if graph.sparse:
-        raise UnsupportedError(
-            f"{name}: a {graph.family.model_type} on {ranks} ranks; its experts are calibrated "
-            "by one process",
-            "use --ranks 1",
-        )
 
 
 def fed_by(policy: Policy | None) -> str:

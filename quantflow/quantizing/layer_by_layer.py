@@ -7,7 +7,7 @@ kept. So a run that was stopped goes on at its layer.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from quantflow.quantizing.layer import FORMAT, QuantizedLayer, install_all, quan
 from quantflow.quantizing.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer
 from quantflow.quantizing.rotated import Rotated
 from quantflow.quantizing.rotation import prove_rotation, rotated_source, write_outside
-from quantflow.quantizing.shards.share import CardShare, sliced
+from quantflow.quantizing.shards.share import CardShare, owners_of, sliced
 from quantflow.quantizing.smoothing import is_factor
 from quantflow.quantizing.static_inputs import gradient_sum, input_statistics
 from quantflow.quantizing.undercalibrated import routed_tokens
@@ -216,7 +216,7 @@ class Forward:
                     host_workers=self.host_workers,
                     ahead=self.allowance.in_flight,
                     progress=self.progress,
-                    team=self.team,
+                    team=replace(self.team, owners=owners_of(layer, cards=self.team.world)),
                 ),
             )
         if keeps and original is not None:

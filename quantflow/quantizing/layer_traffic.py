@@ -85,7 +85,7 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
             for number, observers in others.items()
             for linear in groups[number].linears
         },
-        routed=dict(zip(opened.layer.gates, routed.tolist(), strict=True))
+        routed=dict(zip(opened.layer.gates, routed, strict=True))
         if plan.needs_hessian or plan.learns
         else None,
     )
@@ -111,11 +111,11 @@ def _run(
     firsts: Mapping[int, str],
     features: Mapping[int, int],
     add: Callable[[int, Tensor], None],
-) -> Tensor:
+) -> list[int]:
     """Run this card's sequences; `add` gets all cards' inputs of its groups, in sample order.
 
     Returns:
-        Number of tokens that the router sent to each expert, int64 [E].
+        Number of tokens of all cards' sequences that the router sent to each expert.
     """
     team = execution.team
     layer = opened.layer
@@ -147,9 +147,10 @@ def _run(
             execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
             total = total + tokens
-            team.gather(inputs, features, tokens=text.tokens[first : first + team.world], add=add)
+            team.gather(inputs, features, add=add)
             if text.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             del state, hidden, inputs  # before the next ones are waited for
     give_back_holes()
-    return total
+    of_cards = team.exchange(total.tolist()) if layer.experts else []
+    return [sum(counts) for counts in zip(*of_cards, strict=True)]

@@ -62,7 +62,6 @@ from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.open import ModelFiles, notes_of, refuse_not_finite
 from quantflow.planning import head, mtp
 from quantflow.planning.device_memory import allow_on_device, quantize_on_device
-from quantflow.planning.experts import refuse_team
 from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
 from quantflow.planning.recipe import Quantize
 from quantflow.planning.resources import Allowance, account, allow_quantize
@@ -115,8 +114,6 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
     plan = model.plan
     if job.entry.mixed:
         return _choose_and_quantize(job, model, progress)
-    if job.ranks > 1 and not plan.file_to_file:
-        refuse_team(plan.name, model.graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, model, progress)
     # imported here: one process alone starts without transformers' configurations

@@ -33,7 +33,7 @@ from quantflow.distributed.joining import (
     shared_scale,
     zero_groups,
 )
-from quantflow.distributed.placement import check_cover, joined, share
+from quantflow.distributed.placement import Placement, check_cover, is_elsewhere, joined, share
 from quantflow.errors import InputError, QuantflowError, UsageError
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import canonical_json, digest_of, read_json
@@ -391,7 +391,7 @@ def _put_together(
         rows += [
             _row(name, counts[name], shards[0].share, tensors, plan.schemes)
             for name in linears
-            if plan.schemes[name]
+            if plan.schemes[name] and counts[name]
         ]
     for name in ("canary.safetensors", "canary.json"):
         disk.copy(shards[0].folder / name, folder / name)
@@ -477,8 +477,23 @@ def _target(shards: Sequence[OpenedShard], *, rank: int, world: int) -> CardShar
     for name in shards[0].share.placements:
         parts = [shard.share.placements[name] for shard in shards]
         check_cover(name, parts)
+        _check_expert(name, parts)
         placements[name] = share(name, joined(parts), cards=world, card=rank)
     return CardShare(rank=rank, world=world, placements=placements)
+
+
+def _check_expert(name: str, parts: Sequence[Placement]) -> None:
+    """Refuse shards of which not exactly one holds an expert.
+
+    Raises:
+        InputError: naming it and their number.
+    """
+    holders = [rank for rank, part in enumerate(parts) if not is_elsewhere(part)]
+    if parts[0]["kind"] == "expert" and len(holders) != 1:
+        raise InputError(
+            f"{name}: an expert that {len(holders)} of {len(parts)} shards hold ({some(holders)})",
+            "quantize all shards with one command",
+        )
 
 
 def _from_rows(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from quantflow import cpu_threads
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.errors import StatisticsError, UsageError
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
 from quantflow.files.inspect import summarize
@@ -433,21 +433,6 @@ def test_a_policy_that_an_algorithm_has_no_use_for_is_refused():
 def test_experts_of_a_model_that_has_none_are_refused(llama, text_files, tmp_path):
     with pytest.raises(UsageError, match="experts=all, a llama has no experts"):
         measured(llama, tmp_path / "m", text_files["calibration"], experts="all")
-
-
-def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(
-    starving, measurement, text_files, tmp_path
-):
-    with pytest.raises(UnsupportedError, match="--tp 2 of a mixtral"):
-        measured(starving, tmp_path / "m", text_files["calibration"], ranks=2, tp=2)
-    entry = Quantize(name="x", **GPTQ)
-    job = QuantizeJob(
-        model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2
-    )
-    with pytest.raises(
-        UnsupportedError, match="a mixtral on 2 ranks; its experts are calibrated by one process"
-    ):
-        quantize.run(job, QUIET)
 
 
 def test_ranks_that_round_to_nearest_share_the_widest_range_too(

@@ -29,122 +29,22 @@ from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
-from quantflow.unifying.job import UnifyJob
+from tests.forked_ranks import Ranks, command, forked_ranks, hashes, inputs, together
 
 pytestmark = pytest.mark.slow
 
 QUIET = ProgressLine(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
 SAMPLES = 5
-Ranks = Callable[..., list[int]]
-
-# Imports what a rank needs, once, and forks the ranks that it is told to start; as `launch`, it
-# ends those that are left soon after one has failed. A rank that `dies` is killed when it is about
-# to keep what enters that layer.
-SERVER = """
-import json, os, signal, sys, time
-import torch
-import transformers.models.llama.modeling_llama
-from quantflow.models.hidden import HiddenStates
-import quantflow.quantizing.layer_by_layer, quantflow.quantizing.quantize
-from quantflow.distributed.launch import launched_environment
-from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli import cli
-
-def become(rank, order):
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.environ.update(launched_environment(order["folder"], rank=rank, world=order["world"]))
-    if order["dies"] is not None and order["dies"][0] == rank:
-        commit = HiddenStates.commit
-
-        def dying(self, label, **options):
-            if label == order["dies"][1]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            commit(self, label, **options)
-
-        HiddenStates.commit = dying
-    os._exit(exit_code(cli, order["arguments"]))
-
-for line in sys.stdin:
-    order, children, codes = json.loads(line), {}, {}
-    for rank in range(order["world"]):
-        pid = os.fork()
-        if pid == 0:
-            become(rank, order)
-        children[pid] = rank
-    while children:
-        pid, status = os.wait()
-        codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if status:
-            time.sleep(0.3)
-            for other in children:
-                os.kill(other, signal.SIGTERM)
-    print(json.dumps([codes[rank] for rank in range(order["world"])]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
 def ranks(
     model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
-    """A function that quantizes with N processes.
-
-    It returns each process's exit and error.
-    """
-    log = tmp_path_factory.mktemp("server") / "stderr"
-    with (
-        log.open("w") as told,
-        subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=told,
-            text=True,
-        ) as server,
-    ):
-        assert server.stdin is not None and server.stdout is not None
-
-        def run(
-            output: Path,
-            recipe: dict,
-            *,
-            world: int,
-            dies: tuple[int, int] | None = None,
-            of=(model, measurement),
-        ) -> list[int]:
-            folder = str(tmp_path_factory.mktemp("private"))
-            order = {
-                "world": world,
-                "folder": folder,
-                "dies": dies,
-                "arguments": command(*of, output, recipe, world),
-            }
-            server.stdin.write(json.dumps(order) + "\n")
-            server.stdin.flush()
-            codes = json.loads(server.stdout.readline() or "null")
-            assert dies is not None or codes == [0] * world, log.read_text()
-            return codes
-
+    """A function that quantizes with N processes; see `forked_ranks`."""
+    with forked_ranks(tmp_path_factory.mktemp("server"), model, measurement) as run:
         yield run
-        server.stdin.close()
-
-
-def command(model: Path, measurement: Path, output: Path, recipe: dict, world: int) -> list[str]:
-    """Return what stands after `quantflow`."""
-    settings = [f"--set=quantize.0.{key}={json.dumps(value)}" for key, value in recipe.items()]
-    words = [
-        "quantize",
-        model,
-        "-o",
-        output,
-        "--measurement",
-        measurement,
-        "--ranks",
-        world,
-        "--name",
-        "x",
-    ]
-    return [*map(str, words), "--scheme", recipe["scheme"], *settings]
 
 
 @pytest.fixture(scope="module")
@@ -225,25 +125,6 @@ def shards(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         return made[world]
 
     return run
-
-
-def together(folder: Path, output: Path, **options) -> Path:
-    return unify.run(UnifyJob(measurement=folder, output=output, **options), QUIET)
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every visible file, but of those that say how the folder was made."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not path.name.startswith(".")
-        and path.name not in ("DONE.json", "joined.json")
-    }
-
-
-def inputs(folder: Path) -> dict:
-    return json.loads((folder / "DONE.json").read_text())["inputs"]
 
 
 @pytest.mark.parametrize(

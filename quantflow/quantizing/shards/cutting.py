@@ -13,11 +13,12 @@ from quantflow.quantizing.shards.share import CardShare
 def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[CardShare]:
     """The share of each rank; config.json and headers alone are read.
 
-    Fewer kv heads than ranks go to several ranks each, as runtimes do.
+    Fewer kv heads than ranks go to several ranks each, as runtimes do. Where the model runs, a rank
+    has some of the experts, whole; otherwise a part of each.
 
     Raises:
-        UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are
-            searched.
+        UsageError: heads, rows, columns, groups or experts do not divide, scales span blocks of
+            rows, or are searched.
         UnsupportedError: transformers has no tensor-parallel plan for the family.
     """
     if ranks < 1:
@@ -40,9 +41,10 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
             )
     config = load_config(source.checkpoint)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    ep = ranks if graph.sparse and not plan.file_to_file else 1
     shares = []
     for rank in range(ranks):
-        held = placements(config, shapes, tp=ranks, rank=rank, copy_kv_heads=True)
+        held = placements(config, shapes, tp=ranks, rank=rank, ep=ep, copy_kv_heads=True)
         shares.append(
             CardShare(
                 rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}

@@ -4,8 +4,10 @@
     <o>/rank-002-of-004/layers/00012.json           the part's place, under "placements"
                                                     (quantflow.distributed.placement)
 
-A linear that is cut by rows gives its bias the same rows. Tensors that are not cut (norms, the bias
-of a linear that is cut by columns) are whole in every shard: a shard is all that a card loads.
+A linear that is cut by rows gives its bias the same rows. Of a mixture whose experts lie on some
+cards each, a shard has those of its card, whole, and nothing of the others. Tensors that are not
+cut (norms, the bias of a linear that is cut by columns) are whole in every shard: a shard is all
+that a card loads.
 
 Where the model runs, every card has the whole layer and writes its part of it. So scales are the
 whole weight's, nothing is rounded again when parts are put together, and the source is not needed
@@ -16,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core.scheme import LinearScheme
-from quantflow.distributed.placement import Placement
+from quantflow.distributed.placement import Placement, holder_of, is_elsewhere
 from quantflow.distributed.slicing import cut, side_by_side
 from quantflow.errors import InputError
 from quantflow.files import stage_folder
@@ -116,6 +119,22 @@ WHOLE = CardShare()
 CardTensors = tuple[CardShare, Mapping[str, Tensor]]
 
 
+def owners_of(layer: Layer, *, cards: int) -> tuple[int, ...]:
+    """The card that quantizes each group of a layer's linears.
+
+    An expert's is the card that holds the expert, so that all of its groups are on one; the cards
+    take turns at the others.
+    """
+    numbers = {expert: number for number, expert in enumerate(layer.gates)}
+    turns = count()
+    return tuple(
+        next(turns) % cards
+        if group.expert is None
+        else holder_of(numbers[group.expert], experts=len(numbers), cards=cards)
+        for group in layer.groups
+    )
+
+
 def shard_folders(folder: Path) -> list[Path]:
     """The shards of a quantized model in a folder, by name; empty for another folder."""
     found = sorted(
@@ -156,9 +175,12 @@ def sliced(
     """
     own = dict(tensors)
     for name in linears:
-        placement = share.placements.get(name, {"axis": None})
+        placement = share.placements.get(name, {"kind": "replicated", "axis": None})
         axis = placement["axis"]
         bias = f"{name}.bias"
+        if is_elsewhere(placement):
+            for key in _tensors_of(name, tensors):
+                del own[key]
         if axis is None:
             continue
         part = slice(placement["offset"], placement["offset"] + placement["length"])
@@ -182,18 +204,28 @@ def put_together(
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """A layer's file from the parts of neighbouring cards, and the number of parts of each linear.
 
+    An expert that none of these cards holds has none.
+
     Args:
-        parts: tensors of each card, in order; uncut and copied tensors are the first card's.
+        parts: tensors of each card, in order; uncut and copied tensors are the first card's, and an
+            expert's those of the card that holds it.
         linears: names of the layer's linears.
         schemes: linear -> its scheme.
     """
     joined_tensors = dict(parts[0][1])
     counts = {}
     for name in linears:
-        holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
+        holders = {
+            _span(share, name): tensors
+            for share, tensors in reversed(parts)
+            if not is_elsewhere(share.placements[name])
+        }
         held = [holders[span] for span in sorted(holders)]
         counts[name], axis = len(held), parts[0][0].placements[name]["axis"]
-        if len(held) == 1:
+        if len(held) <= 1:
+            joined_tensors |= {
+                key: tensors[key] for tensors in held for key in _tensors_of(name, tensors)
+            }
             continue
         bias = f"{name}.bias"
         scheme = schemes[name]
@@ -212,6 +244,11 @@ def put_together(
             name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype
         )
     return joined_tensors, counts
+
+
+def _tensors_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names in a layer's file of a linear's tensors."""
+    return [key for key in tensors if key.rpartition(".")[0] == name]
 
 
 def _span(share: CardShare, name: str) -> tuple[int, int]:

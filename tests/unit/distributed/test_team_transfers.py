@@ -12,6 +12,7 @@ from quantflow.distributed import team as teams
 from quantflow.distributed.team import Team, backend_of
 
 FEATURES = {0: 3, 1: 2, 2: 4, 4: 1}  # no linear of the fourth group is quantized
+OF_EXPERTS = (2, 4)
 SECONDS = 20.0  # in which two that wait for each other are found out
 
 
@@ -27,6 +28,16 @@ class Wires:
         # (card, other) -> in order
         self._begun: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = defaultdict(list)
         self._done: dict[tuple[int, int], int] = defaultdict(int)
+        self._told: dict[int, torch.Tensor] = {}  # card -> its numbers
+
+    def all_gather(self, of_cards, own, *, group):
+        """Every card comes here once."""
+        with self._lock:
+            self._told[group] = own
+            self._lock.notify_all()
+            assert self._lock.wait_for(lambda: len(self._told) == len(of_cards), timeout=SECONDS)
+        for card, numbers in enumerate(of_cards):
+            numbers.copy_(self._told[card])
 
     def isend(self, tensor, other, *, group, tag):
         assert tensor.is_contiguous()
@@ -64,16 +75,21 @@ class Wires:
 
 
 def values(sequence, number, tokens):
-    """The input that a sequence gives a group."""
+    """The input that a sequence gives a group: a linear of experts some of its tokens, or none."""
+    if number in OF_EXPERTS:
+        return torch.full(((tokens + sequence) % 3, FEATURES[number]), float(number))
     return torch.full((1, tokens, FEATURES[number]), float(100 * sequence + number))
 
 
+@pytest.mark.parametrize("owners", [(), (0, 0, 1, 0, 1)])
 @pytest.mark.parametrize(
     ("world", "tokens"), [(1, [5]), (2, [5, 7]), (3, [5, 7, 6]), (3, [4, 2]), (4, [1, 2, 3, 4])]
 )
 def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_waits_for_ever(
-    monkeypatch, world, tokens
+    monkeypatch, world, tokens, owners
 ):
+    if world == 1:
+        owners = ()
     monkeypatch.setattr(teams, "distributed", Wires())
     added, failed = defaultdict(list), []
 
@@ -83,11 +99,11 @@ def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_wa
             inputs = (
                 {number: values(rank, number, tokens[rank]) for number in FEATURES} if ran else {}
             )
-            team = Team(rank=rank, world=world, group=rank)
+            inputs = {number: x for number, x in inputs.items() if x.numel()}
+            team = Team(rank=rank, world=world, group=rank, owners=owners)
             team.gather(
                 inputs,
                 FEATURES,
-                tokens=tokens,
                 add=lambda number, x: added[number].append((rank, x.clone())),
             )
             assert not inputs
@@ -100,10 +116,13 @@ def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_wa
     for thread in threads:
         thread.join()
     assert not failed
-    for number in FEATURES:
-        assert [rank for rank, _ in added[number]] == [number % world] * len(tokens)
-        for sequence, (_, x) in enumerate(added[number]):
-            assert torch.equal(x, values(sequence, number, tokens[sequence]))
+    for number, features in FEATURES.items():
+        owner = owners[number] if owners else number % world
+        expected = [values(sequence, number, count) for sequence, count in enumerate(tokens)]
+        expected = [x.reshape(1, -1, features) for x in expected if x.numel()]
+        assert [rank for rank, _ in added[number]] == [owner] * len(expected)
+        for (_, x), value in zip(added[number], expected, strict=True):
+            assert torch.equal(x.reshape(1, -1, features), value)
 
 
 def test_tensors_of_a_device_go_by_torchs_backend_for_it_and_those_of_host_memory_by_gloo(
