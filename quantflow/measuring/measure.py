@@ -187,8 +187,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
     """Refuse what does not go with a model's experts, or with several cards.
 
     Raises:
-        UsageError: `experts` is given and there are none, or gradients on several cards.
-        UnsupportedError: a mixture on several cards.
+        UsageError: `experts` or `ep` is given and there are none, or gradients on several cards.
     """
     gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
     if gradients and tp > 1:
@@ -206,11 +205,6 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         raise UsageError(
             f"measure: --ep {_ep(job)}, a {graph.family.model_type} has no experts",
             "use --tp or --dp",
-        )
-    if graph.sparse and tp > _ep(job):
-        raise UnsupportedError(
-            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts are not cut here",
-            "use --ep, each of whose cards holds some of the experts, or --dp",
         )
 
 

@@ -160,13 +160,13 @@ def test_a_lost_a_doubled_and_a_foreign_card_are_refused(deepseek):
 
 
 def test_numbers_that_do_not_fit_are_refused(tmp_path, family_model, llama, text_files, capsys):
-    mixture, options = family_model("mixtral"), line(text_files)
+    mixture, olmoe, options = family_model("mixtral"), family_model("olmoe"), line(text_files)
     for model, words, code, told in (
         (llama, ("--ranks", "2", "--ep", "2"), 2, "--ep 2, a llama has no experts"),
         (mixture, ("--ranks", "3", "--ep", "3"), 2, "4 experts over 3 cards"),
         (mixture, ("--ranks", "4", "--ep", "2", "--tp", "2"), 2, "tp=2 with ep=2"),
         (mixture, ("--ranks", "3", "--ep", "2"), 2, "3 ranks, ep=2 x dp=1"),
-        (mixture, ("--ranks", "2", "--tp", "2"), 6, "--tp 2 of a mixtral"),
+        (olmoe, ("--ranks", "2", "--tp", "2"), 6, "cuts it as 'rowwise_split_input'"),
     ):
         capsys.readouterr()
         assert run("measure", model, "-o", tmp_path / "m", *options, *words) == code

@@ -255,6 +255,34 @@ def test_hessians_of_what_every_card_sees_are_those_of_one_rank(
         )
 
 
+@pytest.mark.slow
+def test_ranks_with_a_slice_of_every_expert_see_what_one_rank_sees(
+    family_model: Callable[[str], Path],
+    text_files: dict[str, Path],
+    options: list[str],
+    tmp_path: Path,
+) -> None:
+    """Qwen2-MoE's experts are cut, and the one that every token goes to is whole."""
+    model = family_model("qwen2_moe")
+    words = (*options, "--stats", STATS, "--ranks", "2", "--tp", "2")
+    quantflow("measure", model, "-o", tmp_path / "m", *words)
+    ranks = [read_measurement(folder) for folder in sorted((tmp_path / "m").glob("rank-*"))]
+    expert = "model.layers.1.mlp.experts.3"
+    for card, rank in enumerate(ranks):
+        for linear, kind in (("gate_proj", "column"), ("up_proj", "column"), ("down_proj", "row")):
+            held = rank.meta["tensors"][f"{expert}.{linear}"]
+            assert (held["kind"], held["offset"], held["length"]) == (kind, 48 * card, 48)
+        assert rank.statistics[f"{expert}.down_proj|input|channel_amax"].shape == (48,)
+    compare(
+        statistics(unified(tmp_path / "m", 1, tmp_path)),
+        statistics(alone(model, text_files, tmp_path / "one", STATS)),
+    )
+    ledgers = [
+        read_meta(next((tmp_path / name).glob("rank-*")))["routed"] for name in ("fewer", "one")
+    ]
+    assert ledgers[0] == ledgers[1]
+
+
 def test_blocks_of_a_hessian_are_refused_by_name(measured: Callable[[int, int], Path]) -> None:
     """A rank has the products of its own channels of a row's input.
 
