@@ -88,6 +88,7 @@ def placements(
         tp: number of cards that a replica is cut over.
         rank: number of the process; its card is rank % tp, its share of the experts rank % ep.
         ep: number of ranks that whole experts are spread over; 1 cuts every expert over the cards.
+            Beside experts, a linear that no plan cuts in a known way is then whole on every card.
         copy_kv_heads: several cards hold the same kv heads where there are fewer heads than cards,
             as in runtimes; transformers does not.
         row_output: output that is measured of a linear that is cut by columns: `partial` before the
@@ -124,7 +125,7 @@ def placements(
     # the plan of a model of more than text speaks of its other parts too
     if tp == 1 and (whole_model is not config or uneven):
         plan = {}
-    if not plan and tp > 1:
+    if not plan and tp > 1 and ep == 1:
         raise UnsupportedError(
             f"model_type {config.model_type!r}: transformers has no tensor-parallel plan",
             "use --tp 1",
@@ -146,7 +147,7 @@ def placements(
             }
             held[name] = share(name, {**whole, "full_shape": shape}, cards=ep, card=rank % ep)
             continue
-        whole = _whole(name, shape, plan, strict=tp > 1, row_output=row_output)
+        whole = _whole(name, shape, plan, strict=tp > 1 and ep == 1, row_output=row_output)
         parent, _, linear = name.rpartition(".")
         if parent in attentions and "plan" in whole and (tp > 1 or linear in _HEADS):
             whole |= _heads(name, whole, config, copy_kv_heads=copy_kv_heads)

@@ -242,6 +242,18 @@ def test_an_expert_is_one_cards_and_the_other_groups_take_turns(family_model):
     assert owners_of(dense, cards=3) == (0, 1, 2, 0)
 
 
+def test_a_mixture_whose_attention_no_plan_cuts_is_spread_by_its_experts(family_model):
+    """OLMoE normalizes all queries together, so transformers cuts what follows in its own way."""
+    held, _, _ = shares(family_model("olmoe"), world=2)
+    kinds = {
+        name.partition(".0.")[2]: part["kind"]
+        for name, part in held[1].placements.items()
+        if ".layers.0." in name and ".experts." not in name
+    }
+    cut = {f"self_attn.{letter}_proj": "column" for letter in "qkv"}
+    assert kinds == {**cut, "self_attn.o_proj": "replicated"}
+
+
 def test_whole_experts_need_no_groups_that_divide_them_but_a_number_of_cards_that_does(
     family_model,
 ):
