@@ -14,7 +14,8 @@ The result names every tensor of the layer as the artifact does, so a layer's fi
 resumed run needs.
 
 Cards share step 4 (quantflow/distributed/team.py): each collects the Hessians of its own groups,
-those of an expert together, and quantizes these, then all exchange the results. Every card does all other steps.
+those of an expert together, and quantizes these, then all exchange the results. Every card does all
+other steps.
 
 Peak memory has three candidates. While sequences run: the layer and half a Hessian per group. While
 a fold is searched: one whole Hessian beside these. While a group is quantized: its whole Hessian,
