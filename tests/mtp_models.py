@@ -2,8 +2,14 @@
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
-from transformers.modeling_layers import MtpModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 SIZES = {
     "hidden_size": 64,
@@ -92,3 +98,63 @@ def bigram_(model, ahead):
 
 def ids(count, seed):
     return torch.randint(3, 96, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+APART = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+DELTA_FAMILIES = {
+    "qwen3_next": Qwen3NextConfig(**APART, **EXPERTS, architectures=["Qwen3NextForCausalLM"]),
+    "qwen3_5": Qwen3_5TextConfig(**APART, architectures=["Qwen3_5ForCausalLM"]),
+}
+
+
+def write_apart(folder, config):
+    """Write a random model with one layer ahead under `mtp`, as Qwen3-Next is released."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        last = model.model.layers[-1]
+        layer = MtpLayer(model.config, type(last), type(last.input_layernorm), 3).eval()
+        for parameter in (*model.parameters(), *layer.parameters()):
+            parameter.data = torch.randn_like(parameter) * 0.08
+    model.save_pretrained(folder)
+    names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in layer.state_dict().items():
+        first, _, rest = name.partition(".")
+        if "experts." in name:
+            place = f"mtp.layers.0.{rest.rpartition('.')[0]}"
+            for number, matrix in enumerate(tensor):
+                parts = {"down_proj": matrix}
+                if name.endswith("gate_up_proj"):
+                    parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+                tensors |= {f"{place}.{number}.{key}.weight": each for key, each in parts.items()}
+        elif first == "mtp_block":
+            tensors[f"mtp.layers.0.{rest}"] = tensor
+        else:
+            tensors[f"mtp.{names.get(first, 'norm')}.{rest}"] = tensor
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layer.mtp_block.self_attn.layer_idx = 0
+    return model, layer

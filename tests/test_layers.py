@@ -92,6 +92,7 @@ LAZY = {
     "quantflow/runtime/decoding/__init__.py",
     "quantflow/runtime/generation.py",
     "quantflow/runtime/load.py",
+    "quantflow/runtime/loaded_mtp.py",
     "quantflow/server/__init__.py",
 }
 # Read or set the environment: what a child gets of it, which rank a process is, and where compiled

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow import cpu_threads
 from quantflow.distributed.communicator import Communicator
-from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.errors import InputError, UsageError
 from quantflow.files.canonical import read_json
 from quantflow.files.disk import write_atomic
 from quantflow.files.manifest import MANIFEST_NAME
@@ -33,9 +33,8 @@ from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Counts, Draft, Further, Method, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup, echoed
-from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
-from quantflow.runtime.mtp import AheadLayer
+from quantflow.runtime.loaded_mtp import layer_ahead
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.runtime.timed_decoder import Timed
@@ -276,7 +275,8 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
     An adapter and weights on disk go with transformers' modules.
     """
     dtype: torch.dtype = getattr(torch, job.dtype)
-    crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
+    speculates = (job.draft, job.medusa, job.mtp) != (None, None, None)
+    crops = speculates or isinstance(job.method, Lookup)
     options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
     options["require_signature"] = job.signature.trusted
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
@@ -314,7 +314,7 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
 def _method(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> Method | None:
     """The method to generate by, with what it needs loaded."""
     if job.mtp is not None:
-        return Further(layer=_ahead(loaded), tokens=job.mtp)
+        return Further(layer=layer_ahead(loaded), tokens=job.mtp)
     if job.medusa is not None:
         return load_medusa(job.medusa, device=job.device)
     if job.draft is not None:
@@ -322,18 +322,6 @@ def _method(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase
     if isinstance(job.method, Beams) and job.force_words:
         return replace(job.method, force_words=word_ids(tokenizer, job.force_words, before=(" ",)))
     return job.method
-
-
-def _ahead(loaded: Loaded) -> AheadLayer:
-    """The model's own layer that predicts further tokens.
-
-    Raises:
-        UnsupportedError: there is none, or another decoder than the lean one runs the model.
-    """
-    if not isinstance(loaded.decoder, LeanDecoder):
-        why = loaded.reasons[0] if loaded.reasons else "transformers' modules run it"
-        raise UnsupportedError(f"mtp: {why}", "leave it out; it goes with the lean decoder")
-    return AheadLayer(loaded.artifact, loaded.decoder.shared)
 
 
 def _draft(folder: Path, job: GenerateJob) -> Decoder:

@@ -6,8 +6,9 @@ layer on its own output, as vLLM and transformers do. `quantflow.files.layers_ah
 wired.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,24 @@ from quantflow.runtime.lean import ModelParts, block, norm_of
 from quantflow.runtime.operations import Norm, Operations, Projection, normalized
 from quantflow.runtime.projection import projection
 
-_REMEDY = "leave mtp out; a lookup or an assistant model proposes tokens too"
+REMEDY = "leave mtp out; a lookup or an assistant model proposes tokens too"
+
+
+class DraftLayer(Protocol):
+    """A layer that predicts further tokens, with a cache of one sequence; see `AheadLayer`."""
+
+    @property
+    def logits(self) -> Callable[[Tensor], Tensor]:
+        """The model's head, from what `forward` returns."""
+
+    def begin(self, capacity: int) -> None:
+        """Empty the cache and make room for so many columns."""
+
+    def crop(self, length: int) -> None:
+        """Forget every column from `length` on."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Append the columns of tokens; the states from which the tokens after them are guessed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,22 +78,12 @@ class AheadLayer:
             UnsupportedError: there is no such layer, or it is none of the model's own kind.
             InputError: a tensor that holds what it must not.
         """
-        blueprint, artifact = shared.blueprint, _with_unused(artifact)
-        folder = artifact.checkpoint.folder
+        blueprint, artifact = shared.blueprint, with_unused(artifact)
+        ahead, folder = ahead_of(artifact), artifact.checkpoint.folder
         names = {*artifact.checkpoint.tensors, *(f"{name}.weight" for name in artifact.linears)}
-        found = layers_ahead(names)
-        if not found:
-            raise UnsupportedError(f"{folder}: no layer predicts further tokens (MTP)", _REMEDY)
-        ahead, *_ = found
-        if missing := [name for name in ahead.norms if f"{name}.weight" not in names]:
-            raise UnsupportedError(
-                f"{folder}: {missing[0]}.weight is missing, of the layer that predicts further "
-                "tokens (MTP)",
-                _REMEDY,
-            )
         own = _blueprint_of(blueprint, ahead, names)
         if isinstance(own, str):
-            raise UnsupportedError(f"{folder}: {ahead.prefix}: {own}", _REMEDY)
+            raise UnsupportedError(f"{folder}: {ahead.prefix}: {own}", REMEDY)
         self._wiring = Wiring(
             token_norm=norm_of(artifact, blueprint, ahead.token_norm),
             hidden_norm=norm_of(artifact, blueprint, ahead.hidden_norm),
@@ -177,7 +185,30 @@ class AheadLayer:
         return self._operations.last_norm(x, delta, wiring.norm).clone()
 
 
-def _with_unused(artifact: Artifact) -> Artifact:
+def ahead_of(artifact: Artifact) -> Ahead:
+    """The first layer of an artifact that predicts further tokens.
+
+    Args:
+        artifact: an artifact as `with_unused` makes it.
+
+    Raises:
+        UnsupportedError: there is none, or one of its norms is missing.
+    """
+    names, folder = artifact.checkpoint.tensors, artifact.checkpoint.folder
+    found = layers_ahead(names)
+    if not found:
+        raise UnsupportedError(f"{folder}: no layer predicts further tokens (MTP)", REMEDY)
+    ahead, *_ = found
+    if missing := [name for name in ahead.norms if f"{name}.weight" not in names]:
+        raise UnsupportedError(
+            f"{folder}: {missing[0]}.weight is missing, of the layer that predicts further "
+            "tokens (MTP)",
+            REMEDY,
+        )
+    return ahead
+
+
+def with_unused(artifact: Artifact) -> Artifact:
     """The artifact with the tensors that no module of transformers has, quantized ones too."""
     checkpoint = artifact.checkpoint
     sealed = checkpoint.sealed

@@ -1,5 +1,6 @@
 """Transformers' modules as a `Decoder`, with transformers' own cache."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any, cast
@@ -7,10 +8,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
 from quantflow.models.graph import text_config
+
+_CUT: tuple[type[Any], ...] = (DynamicSlidingWindowLayer, DynamicLayer)  # what `crop` shortens
+# attributes of a layer of the cache that has a state in place of keys and values
+_STATES = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+)
 
 
 def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
@@ -93,7 +105,7 @@ class TransformersDecoder:
         self._length = 0
         self._padding: Tensor | None = None
         for layer in self._cache.layers:
-            if self._crops and layer.is_sliding:
+            if self._crops and getattr(layer, "is_sliding", False):
                 layer.activate_past_recording()
 
     def forward(
@@ -111,6 +123,11 @@ class TransformersDecoder:
         output = self._call(input_ids, padding, logits_to_keep=0, output_hidden_states=True)
         return output.logits.float(), output.hidden_states[-1].float()
 
+    def forward_states(self, input_ids: Tensor) -> Tensor:
+        """Append positions; see `StateDecoder.forward_states`."""
+        output = self._call(input_ids, None, logits_to_keep=1, output_hidden_states=True)
+        return output.hidden_states[-1].float()  # type: ignore[no-any-return]
+
     def keep(self, rows: Tensor) -> None:
         """Choose sequences of the cache; see `Decoder.keep`."""
         self._cache.reorder_cache(rows)
@@ -126,9 +143,38 @@ class TransformersDecoder:
         if not self._crops or not 0 <= length <= self._length:
             cause = f"crop to {length} positions: the cache has {self._length}, crops={self._crops}"
             raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
-        # transformers takes how many to remove, as a negative number
-        self._cache.crop(length - self._length)
-        self._length = length
+        recurrent = self._recurrent()
+        if not recurrent:
+            # transformers takes how many to remove, as a negative number
+            self._cache.crop(length - self._length)
+            self._length = length
+        elif length < self._length:
+            self._go_back(recurrent, length)
+
+    def _recurrent(self) -> list[Any]:
+        """The layers of the cache whose state of all tokens so far cannot be cut."""
+        return [layer for layer in self._cache.layers if hasattr(layer, "recurrent_states")]
+
+    def _go_back(self, recurrent: Sequence[Any], length: int) -> None:
+        """Restore the states from before the last forward, and run what is kept of it again.
+
+        Raises:
+            UsageError: a length before that forward.
+        """
+        begin, input_ids, states = self._before
+        if length < begin:
+            raise UsageError(
+                f"crop to {length} positions: the states of {begin} are the last that are kept",
+                "crop to what the last forward appended",
+            )
+        for layer in self._cache.layers:
+            if kind := next((each for each in _CUT if isinstance(layer, each)), None):
+                kind.crop(layer, begin - self._length)
+        for layer, state in zip(recurrent, states, strict=True):
+            vars(layer).update(copy.deepcopy(state))
+        self._length = begin
+        if length > begin:
+            self._call(input_ids[:, : length - begin], None, logits_to_keep=1)
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
         """Run the model.
@@ -137,6 +183,11 @@ class TransformersDecoder:
         """
         if padding is not None and bool(padding.any()):
             self._padding = padding
+        if self._crops and (recurrent := self._recurrent()):
+            states = [
+                {name: copy.deepcopy(vars(layer)[name]) for name in _STATES} for layer in recurrent
+            ]
+            self._before = (self._length, input_ids, states)
         begin, self._length = self._length, self._length + input_ids.shape[1]
         if self._padding is not None:
             columns = torch.arange(self._length, device=input_ids.device)

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.errors import UnsupportedError
-from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.decoder import HiddenDecoder
 from quantflow.runtime.load import load
-from quantflow.runtime.mtp import AheadLayer
+from quantflow.runtime.loaded_mtp import layer_ahead
 
 
 def acceptance(folder: Path, sequences: Sequence[Tensor], *, exact: bool) -> dict[str, float]:
@@ -26,15 +25,12 @@ def acceptance(folder: Path, sequences: Sequence[Tensor], *, exact: bool) -> dic
         exact: inputs that the schemes leave alone are never rounded.
 
     Raises:
-        UnsupportedError: the lean decoder does not run the model, or it has no such layer.
+        UnsupportedError: the model has no such layer, or none of its own kind.
         InputError: no sequence is long enough for a guess.
     """
     loaded = load(folder, decoder="auto", exact=exact)
-    if not isinstance(loaded.decoder, LeanDecoder):
-        raise UnsupportedError(
-            f"{folder}: mtp: {loaded.reasons[0]}", "leave --mtp out; it goes with the lean decoder"
-        )
-    layer, guesses, taken = AheadLayer(loaded.artifact, loaded.decoder.shared), 0, 0
+    layer, guesses, taken = layer_ahead(loaded), 0, 0
+    assert isinstance(loaded.decoder, HiddenDecoder)  # `layer_ahead` refuses others
     with torch.inference_mode():
         for sequence in sequences:
             length = sequence.shape[-1]

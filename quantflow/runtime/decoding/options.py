@@ -10,7 +10,7 @@ from quantflow.runtime.decoding.logits import min_p, top_k, top_n_sigma, top_p, 
 from quantflow.runtime.generate_job import Sampling, require
 
 if TYPE_CHECKING:
-    from quantflow.runtime.mtp import AheadLayer
+    from quantflow.runtime.mtp import DraftLayer
 
 
 def filtered(logits: Tensor, sampling: Sampling, *, least: int = 1) -> Tensor:
@@ -58,7 +58,7 @@ class Further:
         tokens: number of tokens that are proposed at a time.
     """
 
-    layer: "AheadLayer"
+    layer: "DraftLayer"
     tokens: int = 1
 
     def __post_init__(self) -> None:

@@ -56,7 +56,8 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
     if any(getattr(each, "stateful", False) for each in deciding):
         raise UnsupportedError(
             "speculation: a gated delta net cannot take a wrong guess back out of its state",
-            "generate one token after the other",
+            "use --decoder transformers, which keeps the states from before a guess, or generate "
+            "one token after the other",
         )
     if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
         cause = (
@@ -70,7 +71,7 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
         )
     if isinstance(method, Further) and not isinstance(decoder, StateDecoder):
         raise UsageError(
-            f"mtp: {type(decoder).__name__} shows no hidden states alone", "use the lean decoder"
+            f"mtp: {type(decoder).__name__} shows no hidden states alone", "use another decoder"
         )
     generator, outputs = request.generator(), list[Tensor]()
     for index in range(request.input_ids.shape[0]):
