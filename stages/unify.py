@@ -66,7 +66,7 @@ from quantflow.unifying.job import UnifyJob
     "--use-expert-paral/ ",
     "expert_parallel",
     default=None,
-    help="Gaudi's files of a mixture: each card held some experts, or a part of each.",
+    help="Cards of a mixture hold some experts each, or a part of each: Gaudi's, and of --expand.",
 )
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
@@ -88,6 +88,7 @@ def command(
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
              quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
+             quantflow unify -u --expand 4 -m work/1-measure -o work/3-unify     four with experts
              quantflow unify -m work/shards -o work/2-quantize                   shards of quantize
              quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files
              quantflow unify -u --ranks 1 -m DIR/g2 -o work/3-unify              some experts each

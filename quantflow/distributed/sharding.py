@@ -137,15 +137,8 @@ def placements(
     for name, shape in linears.items():
         expert = _EXPERT.fullmatch(name)
         if expert is not None and ep > 1:
-            number = int(expert["number"])
-            whole = {
-                "kind": "expert",
-                "axis": None,
-                "offset": number,
-                "length": 1,
-                "experts": experts[expert["experts"]],
-            }
-            held[name] = share(name, {**whole, "full_shape": shape}, cards=ep, card=rank % ep)
+            whole = _expert(expert, shape, experts=experts)
+            held[name] = share(name, whole, cards=ep, card=rank % ep)
             continue
         whole = _whole(name, shape, plan, strict=tp > 1 and ep == 1, row_output=row_output)
         parent, _, linear = name.rpartition(".")
@@ -169,6 +162,37 @@ def placements(
                     {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape},
                 )
     return held
+
+
+def whole_experts(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The placements of a mixture's linears where a card holds some of the experts, here all.
+
+    Args:
+        tensors: placements of a measurement of one rank.
+
+    Returns:
+        Those of experts alone; empty where there are none.
+    """
+    experts = _count_experts(tensors)
+    return {
+        name: _expert(match, list(placement["full_shape"]), experts=experts)
+        for name, placement in tensors.items()
+        if (match := _EXPERT.fullmatch(name)) is not None
+    }
+
+
+def _expert(
+    match: re.Match[str], shape: list[int], *, experts: Mapping[str, int]
+) -> dict[str, Any]:
+    """The placement of a linear of one expert on a card that holds it."""
+    return {
+        "kind": "expert",
+        "axis": None,
+        "offset": int(match["number"]),
+        "length": 1,
+        "experts": experts[match["experts"]],
+        "full_shape": shape,
+    }
 
 
 def _is_linear(name: str, shape: Sequence[int]) -> bool:

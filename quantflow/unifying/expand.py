@@ -1,10 +1,13 @@
-"""One card's measurement made into those of the cards of a tensor-parallel mesh.
+"""One card's measurement made into those of the cards of a mesh.
 
 A share's own channels are cut out of the whole's, and its amax is then that of its channels. Where
 there are none to cut (`amax` alone, the heads of a cache, the columns of a weight) a share keeps
 the whole's maximum, which bounds its own; sums, counts and histograms of sites that are not cut by
 channel would be those of other values, and are left out. `unify` of all shares gives every maximum
 of the measurement again.
+
+With `expert_parallel` each card of a mixture gets some of the experts and all of the rest, as
+`measure --ep` writes them: nothing is cut, and `unify` gives every statistic again.
 """
 
 from collections import Counter
@@ -14,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from quantflow.distributed.placement import Placement, share, sharing
+from quantflow.distributed.sharding import whole_experts
 from quantflow.errors import InputError, UsageError
 from quantflow.measuring.record import Measurement
 from quantflow.numerics.statistics import ONCE
@@ -23,18 +27,31 @@ from quantflow.observers.keys import Key, by_site
 _CUT, _KEPT, _BOUND, _LEFT_OUT = "cut", "kept", "the whole's, which bounds it", "left out"
 
 
-def planned(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, dict[str, Any]]]:
+def planned(
+    tensors: Mapping[str, Placement], *, ranks: int, expert_parallel: bool | None = None
+) -> list[dict[str, dict[str, Any]]]:
     """The placements of every tensor on each of `ranks` cards, as its `plan` says.
 
     Args:
         tensors: placements of a measurement of one rank.
         ranks: number of cards.
+        expert_parallel: whether each card gets some of the experts, and all of the rest whole; None
+            where the measurement says it.
 
     Raises:
-        UsageError: no tensor has a plan, or one does not divide; names it and the numbers.
+        UsageError: no tensor has a plan, or one does not divide; names it and the numbers. Or there
+            are no experts to spread, or they were measured whole and are to be cut.
     """
     if ranks < 2:
         raise UsageError(f"expand to {ranks} ranks", "give 2 or more")
+    if expert_parallel:
+        return _spread(tensors, ranks=ranks)
+    if expert_parallel is not None and any(of["kind"] == "expert" for of in tensors.values()):
+        raise UsageError(
+            f"expand to {ranks} ranks: --no-expert-parallel, and each expert was measured whole by "
+            "one of several ranks",
+            "leave it out; how cards would cut an expert is not in this measurement",
+        )
     if not any(whole.get("plan") or whole["kind"] == "expert" for whole in tensors.values()):
         raise UsageError(
             f"expand to {ranks} ranks: none of {len(tensors)} tensors has a plan, so it is not "
@@ -43,6 +60,26 @@ def planned(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, d
         )
     return [
         {name: share(name, whole, cards=ranks, card=card) for name, whole in tensors.items()}
+        for card in range(ranks)
+    ]
+
+
+def _spread(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, dict[str, Any]]]:
+    """The placements on cards that have some of the experts each, and all of the rest."""
+    experts = whole_experts(tensors)
+    if not experts:
+        raise UsageError(
+            f"expand to {ranks} ranks: --expert-parallel, and none of {len(tensors)} tensors is an "
+            "expert's",
+            "leave it out",
+        )
+    return [
+        {
+            name: share(name, experts[name], cards=ranks, card=card)
+            if name in experts
+            else dict(whole)
+            for name, whole in tensors.items()
+        }
         for card in range(ranks)
     ]
 

@@ -42,8 +42,8 @@ class UnifyJob:
         ranks: so many groups of neighbouring ranks instead.
         expand: make so many ranks of one instead of merging.
         allow_missing: go on without replicas that are missing as a whole; the result says which.
-        expert_parallel: of Gaudi's files, whether a rank holds some of the experts, or a part of
-            each; None where the files say it.
+        expert_parallel: of Gaudi's files, and of a measurement that is expanded, whether a rank
+            holds some of the experts, or a part of each; None where the files say it.
         model: the model that quantized shards were made from; None reads it where quantize did. Not
             read where the model ran.
         force: redo a finished result that was made from other inputs, instead of refusing.

@@ -69,10 +69,10 @@ def run(job: UnifyJob, progress: Progress) -> Path:
         )
     if are_gaudis(job.measurement):
         return _unify_gaudis(job, progress)
-    if job.expert_parallel is not None:
+    if job.expert_parallel is not None and job.expand is None:
         raise UsageError(
             "unify: --expert-parallel of a measurement of ours, which says what each rank holds",
-            "leave it out; it is for the files of Gaudi's toolkit",
+            "leave it out; it is for the files of Gaudi's toolkit, and for --expand",
         )
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
     # unify names the rank of a folder that is missing.
@@ -86,6 +86,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
         "groups": groups,
         "allow_missing": job.allow_missing,
         "expand": job.expand,
+        **({} if job.expert_parallel is None else {"expert_parallel": job.expert_parallel}),
     }
     with stage_folder.locked(job.output), single_threaded(), torch.no_grad():
         if stage_folder.is_up_to_date(job.output, inputs):
@@ -262,7 +263,9 @@ def _made(
             "run `quantflow unify` on it first",
         )
     whole = read_measurement(*metas)
-    placements = planned(whole.meta["tensors"], ranks=job.expand or 0)
+    placements = planned(
+        whole.meta["tensors"], ranks=job.expand or 0, expert_parallel=job.expert_parallel
+    )
     return expand(whole, placements=placements), len(placements)
 
 

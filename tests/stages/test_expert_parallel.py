@@ -1,5 +1,6 @@
 """Experts spread over cards: each measures its own, and together they are one process."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from quantflow.distributed.placement import share
 from quantflow.errors import InputError
 from quantflow.measuring.merging.ranks import unify
-from quantflow.measuring.record import Measurement, read_measurement
+from quantflow.measuring.record import Measurement, read_measurement, write_measurement
 from tests.conftest import LATENT, OF_DEEPSEEK, SHAPE, write_tokenizer
 from tests.shared import run
 
@@ -140,6 +141,36 @@ def test_sixty_four_cards_become_eight_and_one(deepseek):
     assert whole.statistics.keys() == deepseek.statistics.keys()
     for key, value in deepseek.statistics.items():
         assert torch.equal(whole.statistics[key], value)
+
+
+def test_one_measurement_is_spread_over_cards_with_some_of_the_experts_and_back(
+    tmp_path, deepseek, capsys
+):
+    folder = tmp_path / "m" / "rank-000-of-001"
+    folder.mkdir(parents=True)
+    write_measurement(folder, deepseek)
+    done = {"stage": "measure", "inputs": {}, "files": {}}
+    (folder / "DONE.json").write_text(json.dumps(done))
+    spread = ("unify", "--expert-parallel", "--expand", "8")
+    assert run(*spread, "-m", tmp_path / "m", "-o", tmp_path / "eight") == 0
+    for card, path in enumerate(sorted((tmp_path / "eight").glob("rank-*"))):
+        found, expected = read_measurement(path), card_of(deepseek, card, of=8)
+        assert found.meta["mesh"] == expected.meta["mesh"]
+        assert found.meta["tensors"] == expected.meta["tensors"]
+        assert found.statistics.keys() == expected.statistics.keys()
+        for key, value in expected.statistics.items():
+            assert torch.equal(found.statistics[key], value)
+    assert run("unify", "-m", tmp_path / "eight", "-o", tmp_path / "one") == 0
+    assert same_bytes(tmp_path / "one", tmp_path / "m")
+    for folder, words, told in (
+        ("m", ("--expert-parallel", "--expand", "3"), "64 experts over 3 cards"),
+        ("one", ("--no-expert-parallel", "--expand", "2"), "each expert was measured whole"),
+        ("one", ("--expert-parallel",), "which says what each rank holds"),
+    ):
+        capsys.readouterr()
+        assert run("unify", *words, "-m", tmp_path / folder, "-o", tmp_path / "x") == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_lost_a_doubled_and_a_foreign_card_are_refused(deepseek):

@@ -46,6 +46,12 @@ def test_each_card_gets_its_own_channels_and_their_maximum(simulation, tp):
         assert one.indices == merged.indices
 
 
+def test_what_has_no_experts_is_not_spread_by_them(simulation):
+    _, merged = whole(simulation, tp=2)
+    with pytest.raises(UsageError, match="none of .* tensors is an expert's"):
+        planned(merged.meta["tensors"], ranks=2, expert_parallel=True)
+
+
 def test_what_every_card_sees_is_kept_as_it_is(simulation):
     _, merged = whole(simulation, tp=2)
     for one in expanded(merged, 2):
