@@ -459,7 +459,7 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
     Args:
         config: content of config.json.
     """
-    row = FAMILIES.get(str(config.get("model_type")))
+    row, config = _of_text(config)
     if row is None or row.decoder is None:
         return f"it does not know the layers of {config.get('model_type')}"
     keys = Keys(config, row.decoder.defaults)
@@ -470,6 +470,21 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
     if unread := keys.unread():
         return f"it does not know what {unread[0]}={config[unread[0]]!r} of config.json does"
     return blueprint
+
+
+def _of_text(config: Mapping[str, Any]) -> tuple[FamilyRow | None, Mapping[str, Any]]:
+    """The row of what a model computes of text, None for none, and its part of config.json."""
+    kind, inside = str(config.get("model_type")), config.get("text_config")
+    row = next((row for row in FAMILIES.values() if row.text_of == kind), None)
+    if row is None or not isinstance(inside, Mapping):
+        return FAMILIES.get(kind), config
+    places = {
+        part: getattr(row.names, part).replace("model.", "model.language_model.", 1)
+        for part in ("layers", "embedding", "norm")
+    }
+    # the flag is the whole model's
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    return replace(row, names=replace(row.names, **places)), {**inside, **tied}
 
 
 def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:

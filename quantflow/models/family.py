@@ -315,6 +315,8 @@ class FamilyRow:
 
     Attributes:
         model_type, architecture: the type and its causal language model, as config.json names them.
+        text_of: type whose `text_config` is this type, beside one of what it sees; its text alone
+            runs as this row says, and names begin with `model.language_model`.
         read_as: type of transformers whose modules are this type's, which transformers knows by
             code beside the weights alone; None: it knows the type itself.
         names: names of the parts, in the checkpoint.
@@ -336,6 +338,7 @@ class FamilyRow:
     model_type: str
     architecture: str
     read_as: str | None = None
+    text_of: str | None = None
     names: PartNames = PartNames()
     mixture: Mixture | None = None
     gated: bool = True
@@ -1037,6 +1040,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="qwen3_5_text",
                 architecture="Qwen3_5ForCausalLM",
+                text_of="qwen3_5",
                 names=_HEAD_NORMS,
                 unit_offset=True,
                 delta=_QWEN35_DELTA,
@@ -1046,6 +1050,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="qwen3_5_moe_text",
                 architecture="Qwen3_5MoeForCausalLM",
+                text_of="qwen3_5_moe",
                 names=_HEAD_NORMS,
                 mixture=_QWEN_SHARED,
                 unit_offset=True,

@@ -1,11 +1,19 @@
 """Gated delta nets: the rule, their states, and what may be done with them."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
-from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import ResourceError, UnsupportedError, UsageError
@@ -24,6 +32,7 @@ from quantflow.runtime.operations import DecoderBlock, Operations
 from quantflow.runtime.ranks.tensor_parallel import spans_of
 
 W4A16, FP8 = with_group_size(PRESETS["W4A16"], 32), PRESETS["FP8_DYNAMIC"]
+RELEASED = Path(__file__).resolve().parents[3] / "benchmarks/released"
 NAMES = FAMILIES["qwen3_5_text"].delta
 SIZES = {
     "hidden_size": 64,
@@ -311,3 +320,32 @@ def test_adapters_by_request_and_several_processes_are_refused(tmp_path, make_ar
         spans_of(artifact, 2)
     with pytest.raises(UnsupportedError, match="the layers of a gated delta net have none"):
         LeanDecoder(artifact).adapt(artifact, {"a": tmp_path})
+
+
+def test_a_model_that_reads_images_too_runs_its_text(tmp_path):
+    # as Qwen3.5 is released: names of model.language_model, positions of text in all three axes
+    grid = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = CONFIG_MAPPING["qwen3_5"](
+        text_config={**SIZES, "rope_parameters": {**grid, "mrope_section": [2, 1, 1]}},
+        vision_config={**vision, "out_hidden_size": 64, "num_position_embeddings": 16},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    logits = []
+    for name in ("auto", "transformers"):
+        loaded = load(tmp_path, decoder=name)
+        loaded.decoder.begin(rows=2, capacity=12)
+        logits.append(loaded.decoder.forward(ids(2, 12), last_only=False))
+        assert loaded.name == ("lean" if name == "auto" else name), loaded.reasons
+    assert torch.allclose(*logits, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_released_configurations_are_run(name):
+    config = json.loads((RELEASED / f"{name}.json").read_text())["config"]
+    found = architecture.read(config)
+    assert not isinstance(found, str), found
+    assert delta_net.why_not(found) is None
+    assert sum(found.linear) * 4 == found.layers * 3 and found.ropes[0].dim == 64
