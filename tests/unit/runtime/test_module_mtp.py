@@ -11,6 +11,7 @@ from quantflow.runtime.generate_job import Lookup
 from quantflow.runtime.load import load
 from quantflow.runtime.loaded_mtp import layer_ahead
 from quantflow.runtime.module_mtp import ModuleAhead
+from quantflow.runtime.mtp import AheadLayer
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 from quantflow.validating.ahead import acceptance
 from tests.mtp_models import DELTA_FAMILIES, FAMILIES, ids, write, write_apart
@@ -43,10 +44,11 @@ def expected_states(model, theirs, hidden, tokens):
     return theirs(embeds, hidden, rotary, mask, places, None)[0]
 
 
-def test_a_layer_has_the_states_of_transformers_in_one_piece_and_in_several(made):
+@pytest.mark.parametrize("decoder", ["transformers", "lean"])
+def test_a_layer_has_the_states_of_transformers_in_one_piece_and_in_several(made, decoder):
     folder, model, theirs = made
-    _, layer = opened(folder)
-    assert isinstance(layer, ModuleAhead)
+    layer = layer_ahead(load(folder, decoder=decoder, crops=True))
+    assert isinstance(layer, ModuleAhead if decoder == "transformers" else AheadLayer)
     tokens, hidden = ids(20, 1), torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(2))
     expected = expected_states(model, theirs, hidden, tokens)
     layer.begin(24)
