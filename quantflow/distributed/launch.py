@@ -7,6 +7,7 @@ which every machine that reaches it can write to; `require_trust` asks for conse
 """
 
 import ctypes
+import functools
 import json
 import os
 import queue
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -35,6 +37,7 @@ from quantflow.errors import (
 )
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.progress import Progress
+from quantflow.reporting.signals import Interrupted
 
 # Names in the private folder that ranks are started with.
 JOB, RESULT, STORE = "job.json", "result.json", "store"
@@ -241,6 +244,7 @@ def launch(
     threads: int | None = None,
     cores: Sequence[Collection[int]] | None = None,
     again: str = AGAIN,
+    serving: bool = False,
 ) -> Any:
     """Do a stage's job in `ranks` processes and wait for all of them.
 
@@ -257,11 +261,14 @@ def launch(
         cores: cores of each rank, which then has a thread for each of them; None leaves them to the
             system.
         again: advice for the same command line after a failure.
+        serving: the job ends at a signal. A signal goes to the first rank, which ends in order and
+            lets the others end; all its lines are handed on.
 
     Returns:
         The result of the first rank.
 
     Raises:
+        Interrupted: a signal came while the first rank did not serve yet.
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own
             error.
         BaseException: what `stream` raised.
@@ -271,19 +278,24 @@ def launch(
         (Path(folder) / JOB).write_text(json.dumps(order))
         said: Lines = queue.SimpleQueue()
         started: list[subprocess.Popen[str]] = []
+        start = functools.partial(_start, folder, apart=serving)
         try:
             for rank in range(ranks):
                 bound = None if cores is None else cores[rank]
                 count = threads if bound is None else len(bound)
                 environment = launched_environment(folder, rank=rank, world=ranks, threads=count)
                 started.append(
-                    _start(folder, environment, shown=stream is not None and rank == 0, cores=bound)
+                    start(environment, shown=stream is not None and rank == 0, cores=bound)
                 )
             if ranks > 1:  # each imports torch and transformers before it says anything
                 progress.say(f"{verb}: {ranks} ranks start, which may take half a minute")
             for rank, process in enumerate(started):
                 _watch(rank, process, said, stream)
-            _wait(verb, started, said, progress, again=again)
+            if not serving:
+                _wait(verb, started, said, progress, again=again)
+            else:
+                with _signals_for(started[0]):
+                    _wait(verb, started, said, progress, again=again, shown=0)
         finally:
             # After an error here, such as Ctrl-C, ranks still run; otherwise all have ended.
             _end(started, signal.SIGKILL)
@@ -291,10 +303,53 @@ def launch(
         return json.loads(result.read_text()) if result.is_file() else None
 
 
+@contextmanager
+def _signals_for(first: "subprocess.Popen[str]") -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on to the first rank until the block ends.
+
+    Raises:
+        Interrupted: the block failed after a signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python handles none elsewhere
+        yield
+        return
+    arrived: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        arrived.append(number)
+        if first.poll() is None:
+            first.send_signal(signal.SIGTERM)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield
+    except QuantflowError:
+        if arrived:
+            raise Interrupted(arrived[0]) from None
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _start(
-    folder: str, environment: dict[str, str], *, shown: bool, cores: Collection[int] | None
+    folder: str,
+    environment: dict[str, str],
+    *,
+    shown: bool,
+    cores: Collection[int] | None,
+    apart: bool,
 ) -> subprocess.Popen[str]:
-    """Start a rank, on some cores; `shown` keeps its stdout."""
+    """Start a rank, on some cores.
+
+    Args:
+        folder: private folder of the ranks.
+        environment: its environment.
+        shown: keep its stdout.
+        cores: its cores; None: all.
+        apart: Ctrl-C in a terminal does not reach it.
+    """
 
     def prepare() -> None:
         die_with_parent()
@@ -310,6 +365,7 @@ def _start(
         text=True,
         errors="replace",
         preexec_fn=prepare,
+        start_new_session=apart,
     )
 
 
@@ -361,8 +417,11 @@ def _wait(
     progress: Progress,
     *,
     again: str,
+    shown: int | None = None,
 ) -> None:
     """Pass on the ranks' lines until all have ended; when one fails, end the others.
+
+    All lines of the rank `shown` are passed on, of others those that begin with the verb.
 
     Raises:
         QuantflowError: a rank failed.
@@ -375,7 +434,9 @@ def _wait(
                 failures[rank].cause = line.removeprefix("error: ")
             case _OutputLine(rank=rank, line=line) if line.startswith("  fix: "):
                 failures[rank].remedy = line.removeprefix("  fix: ")
-            case _OutputLine(line=line) if line.startswith((f"{verb}: ", f"{verb} ")):
+            case _OutputLine(rank=rank, line=line) if rank == shown or line.startswith(
+                (f"{verb}: ", f"{verb} ")
+            ):
                 progress.say(line)
             case _WriteFailure(error=error):
                 raise error

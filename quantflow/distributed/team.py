@@ -22,6 +22,7 @@ in which every card takes its turn.
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,7 +283,8 @@ def connected(verb: str = "quantize") -> Iterator[None]:
         yield
     except RuntimeError as error:
         # torchrun names the rank that fails first: let it end this one
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():  # others cannot
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
         message = " ".join(str(error).split())
         raise ResourceError(

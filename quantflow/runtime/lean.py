@@ -89,6 +89,7 @@ class LeanDecoder:
         stateful: sequences have states that cannot be cropped, nor be shared by those that only
             begin alike (`quantflow.runtime.delta_net`).
         cache: keys and values since `begin`; None before.
+        processes: number of processes that share the model; each has its heads' part of the cache.
         why_not_invariant: why the bits of a sequence may depend on what is computed with it, in a
             sentence; None: they do not.
     """
@@ -125,6 +126,7 @@ class LeanDecoder:
         self.device = artifact.device
         self.cache: KVCache | None = None
         self.stateful = any(blueprint.linear)
+        self.processes = 1 if ranks is None else ranks.world
         self._blueprint = blueprint
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":

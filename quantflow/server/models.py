@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import BatchEncoding
 
+from quantflow.distributed.communicator import Communicator
 from quantflow.errors import InputError, QuantflowError, UnsupportedError
 from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
@@ -509,8 +510,10 @@ class Models:
                 await asyncio.get_running_loop().run_in_executor(self._loaders, served.close)
 
 
-def open_model(folder: Path, job: ServeJob) -> Loaded:
+def open_model(folder: Path, job: ServeJob, communicator: Communicator | None = None) -> Loaded:
     """Open an artifact with the server's settings.
+
+    With a communicator this process holds its part alone, and the decoder follows rank 0.
 
     Raises:
         QuantflowError: see `quantflow.runtime.load.load`; or a required signature is missing or
@@ -527,6 +530,7 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
         pack=job.pack,
         exact=job.exact,
         require_signature=job.signature.trusted,
+        communicator=communicator,
     )
 
 

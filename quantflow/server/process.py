@@ -20,10 +20,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quantflow import cpu_threads
-from quantflow.errors import EngineError, QuantflowError, ResourceError
+from quantflow.distributed.launch import launched_folder, launched_rank
+from quantflow.errors import EngineError, QuantflowError, ResourceError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchRequest
 from quantflow.runtime.generate_job import Lookup
+from quantflow.runtime.load import Loaded
+from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.server.app import application, read_key
 from quantflow.server.errors import Refused
 from quantflow.server.generation import Admission, Service
@@ -41,19 +44,67 @@ DEAD_SECONDS = 2.0  # time of 503 at /health before the process ends
 def run(job: ServeJob, progress: Progress) -> None:
     """Serve until a signal comes.
 
+    Of ranks that share the model the first one serves.
+
     Raises:
         QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
     """
-    listening = bound(job)  # before the model is opened, so that a taken port fails at once
-    try:
-        models = Models(job, open_model(job.artifact, job))
+    world = _world(job)
+    if rank_processes.starts(world):
+        bound(job).close()  # a taken port fails before ranks start
+        job.signature.check(job.artifact)  # once more in each rank, which loads what it checked
+        rank_processes.start("serve", job, world=world, progress=progress, serving=True)
+        return
+    with rank_processes.joined("serve", world) as communicator:
+        if communicator is not None and communicator.rank:
+            rank_processes.drive(
+                open_model(job.artifact, job, communicator), communicator, lambda _: None
+            )
+            return
+        listening = bound(job)  # before the model is opened, so that a taken port fails at once
         try:
-            _warm(models)
-            _serve(job, models, listening, progress)
+            loaded = open_model(job.artifact, job, communicator)
+            rank_processes.drive(
+                loaded, communicator, lambda led: _with_models(job, led, listening, progress)
+            )
         finally:
-            models.close()
+            listening.close()
+
+
+def _world(job: ServeJob) -> int:
+    """The number of processes that share the model.
+
+    Raises:
+        UsageError: several, with what they do not have, or under a torchrun.
+    """
+    if job.ranks == 1:  # whatever variables an environment has
+        return 1
+    if launched_rank() is not None and launched_folder() is None:
+        raise UsageError(
+            f"serve: ranks={job.ranks} in a process that torchrun started",
+            "start one process: it starts the ranks",
+        )
+    without = {
+        "the transformers decoder": job.decoder == "transformers",
+        f"device {job.device}": job.device != "cpu",
+        "an adapter": bool(job.adapters),
+        "further models": bool(job.models),
+        f"speculate={job.speculate}": job.mtp_tokens > 0,
+        "medusa": job.medusa is not None,
+    }
+    return rank_processes.world_of("serve", job.ranks, trusted=True, without=without)
+
+
+def _with_models(
+    job: ServeJob, loaded: Loaded, listening: socket.socket, progress: Progress
+) -> None:
+    """Serve a loaded model, and those that requests load."""
+    models = Models(job, loaded)
+    try:
+        _warm(models)
+        _serve(job, models, listening, progress)
     finally:
-        listening.close()
+        models.close()
 
 
 def site_of(job: ServeJob, models: Models) -> Site:
@@ -271,6 +322,8 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     """The lines that are printed at the start: model, cache, and each limit with its origin."""
     model, limits = models.first, models.first.engine.limits
     where = "" if job.device == "cpu" else f" on {job.device}"
+    if job.ranks > 1:
+        where = f", {job.ranks} ranks"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
     lines.append(cpu_threads.line())

@@ -365,6 +365,13 @@ class ServeJob:
         variable="PROF_RECORD_SHAPES",
         help="Put shapes of inputs into the trace.",
     )
+    ranks: int = _for_serve(
+        1,
+        "--ranks",
+        metavar="N",
+        least=1,
+        help="Processes that share the model, each with a part of every matrix (default 1).",
+    )
     engine: str = _for_serve(
         "quantflow",
         "--engine",
@@ -396,7 +403,8 @@ class ServeJob:
             )
         if self.tensor_parallel is not None and self.engine != "vllm":
             raise UsageError(
-                "tensor_parallel without engine vllm", "leave it out: one process runs the model"
+                "tensor_parallel without engine vllm",
+                "give ranks: so many processes share the model",
             )
         if isinstance(self.speculate, str):
             speculated(self.speculate)

@@ -83,6 +83,7 @@ class Site:
             "docker_label": None,
             "model_source": source.get("name"),
             "decoder": model.loaded.name,
+            "ranks": self.job.ranks,
             "generation_config": self.job.generation_config,
             "generation_defaults": model.defaults.values(),
             "speculation": None

@@ -417,11 +417,7 @@ SERVE: Spellings = {
     ),
     "--num-shard": ByValue(
         {"1": _ALONE},
-        otherwise=Instead(
-            "give --engine vllm --tensor-parallel N, or serve a smaller artifact with one process",
-            ONE,
-            words=("--engine", "vllm", "--tensor-parallel", "{}"),
-        ),
+        otherwise=_value_of("--ranks"),
     ),
     "--sharded": Beside(
         ("--num-shard",),

@@ -38,6 +38,7 @@ from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.text import stop_string
 from quantflow.runtime.generate_job import require
 from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.ranks.leader import Leader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class Engine:
         limits = limits or BatchLimits()
         self._runner: Runner = (
             BlockRunner(decoder, limits=limits, kv_memory=kv_memory, draft=draft)
-            if isinstance(decoder, LeanDecoder)
+            if isinstance(decoder, LeanDecoder | Leader)
             else OneAtATime(decoder)
         )
         limits = limits.resolved(

@@ -25,6 +25,7 @@ from quantflow.runtime.batching.row import BatchRow, Scores
 from quantflow.runtime.batching.runner import PoolCounters, RowPart
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.operations import argmax_logsumexp, release_threads
+from quantflow.runtime.ranks.leader import Leader
 
 BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
 _SHARE = 0.8  # share of the free memory that the pool takes, where nobody says how much
@@ -40,7 +41,7 @@ class BlockRunner:
 
     def __init__(
         self,
-        decoder: LeanDecoder,
+        decoder: LeanDecoder | Leader,
         *,
         limits: BatchLimits,
         kv_memory: int | None,
@@ -54,7 +55,8 @@ class BlockRunner:
         Args:
             decoder: decoder that nobody else uses from now on.
             limits: limits, not resolved yet.
-            kv_memory: bytes that the pool may take; None: four fifths of what is free.
+            kv_memory: bytes that the pool may take, in all processes that share the model; None:
+                four fifths of what is free.
             draft: what proposes tokens, with room of its own in each block.
 
         Raises:
@@ -202,8 +204,8 @@ class BlockRunner:
         )
 
     def _reserve(self, *, blocks: int, positions: int) -> int:
-        """Make room for so many blocks; its bytes."""
+        """Make room for so many blocks; its bytes in all processes."""
         size: dict[str, int] = {"blocks": blocks, "columns": BLOCK_TOKENS, "positions": positions}
         cache = self._decoder.begin_blocks(**size, sequences=self._most_open)
-        nbytes = cache.nbytes
+        nbytes = cache.nbytes * self._decoder.processes  # each process has as much
         return nbytes if self._draft is None else nbytes + self._draft.begin_blocks(**size)

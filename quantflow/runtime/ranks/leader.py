@@ -5,6 +5,7 @@ like any other, so that every way to generate runs as it does in one process. Th
 `follow`: they hear every call of rank 0's own decoder, repeat it, and drop its result.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.distributed.communicator import Communicator
-from quantflow.runtime.decoder import HiddenDecoder
+from quantflow.runtime.kv_cache import KVCache
+from quantflow.runtime.lean import LeanDecoder
 
-_CALLS = ("end", "begin", "forward", "forward_hidden", "keep", "crop")
+_CALLS = (
+    *("end", "begin", "forward", "forward_hidden", "keep", "crop"),
+    *("begin_blocks", "forward_rows"),
+)
 _WORDS = 64  # words of a message; a longer call has a second message
 
 
@@ -24,9 +29,14 @@ class Leader:
     Attributes:
         vocab_size, positions, device: fields of `Decoder`.
         own: rank 0's decoder.
+        adapters: names of LoRA adapters; ranks have none.
+        stateful: see `LeanDecoder`; ranks share no such model.
     """
 
-    def __init__(self, own: HiddenDecoder, communicator: Communicator) -> None:
+    adapters: tuple[str, ...] = ()
+    stateful = False
+
+    def __init__(self, own: LeanDecoder, communicator: Communicator) -> None:
         """Speak for all ranks; nothing is said yet."""
         self.vocab_size, self.positions, self.device = own.vocab_size, own.positions, own.device
         self.own, self._communicator = own, communicator
@@ -60,6 +70,68 @@ class Leader:
         self._tell("crop", length)
         self.own.crop(length)
 
+    @property
+    def processes(self) -> int:
+        """The number of ranks."""
+        return self._communicator.world
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """See `LeanDecoder`; what lies between the ranks' parts of a sum is put side by side."""
+        return self.own.why_not_invariant
+
+    def begin_blocks(
+        self, *, blocks: int, columns: int, positions: int, sequences: int = 1
+    ) -> KVCache:
+        """See `LeanDecoder.begin_blocks`; the rank's own part of the cache."""
+        del sequences  # they have no states
+        self._tell("begin_blocks", blocks, columns, positions)
+        return self.own.begin_blocks(blocks=blocks, columns=columns, positions=positions)
+
+    def forward_rows(
+        self,
+        input_ids: Tensor,
+        *,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        wanted: Tensor,
+        slots: Tensor | None = None,
+        adapters: Sequence[str | None] = (),
+    ) -> Tensor:
+        """See `LeanDecoder.forward_rows`; no sequence has an adapter or a state."""
+        del slots
+        assert not any(adapters)  # `adapters` of this class has none
+        self._tell_rows(input_ids, first, start, table, wanted)
+        return self.own.forward_rows(
+            input_ids, first=first, start=start, table=table, wanted=wanted
+        )
+
+    def forward_rows_states(
+        self,
+        input_ids: Tensor,
+        *,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        wanted: Tensor,
+        slots: Tensor | None = None,
+        adapters: Sequence[str | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """See `LeanDecoder.forward_rows_states`; every rank has all of the hidden states."""
+        del slots
+        assert not any(adapters)
+        self._tell_rows(input_ids, first, start, table, wanted)
+        return self.own.forward_rows_states(
+            input_ids, first=first, start=start, table=table, wanted=wanted
+        )
+
+    def _tell_rows(
+        self, input_ids: Tensor, first: Tensor, start: Tensor, table: Tensor, wanted: Tensor
+    ) -> None:
+        parts = (input_ids, first, start, table, wanted)
+        self._tell("forward_rows", len(input_ids), *table.shape, *parts)
+
     def end(self) -> None:
         """Let the other ranks return from `follow`."""
         self._tell("end")
@@ -80,7 +152,7 @@ class Leader:
             self._communicator.broadcast(message[_WORDS : len(rest) + 2].contiguous())
 
 
-def follow(decoder: HiddenDecoder, communicator: Communicator) -> None:
+def follow(decoder: LeanDecoder, communicator: Communicator) -> None:
     """Do what rank 0's `Leader` does, until its end."""
     while True:
         message = torch.empty(_WORDS, dtype=torch.int64)
@@ -99,6 +171,18 @@ def follow(decoder: HiddenDecoder, communicator: Communicator) -> None:
             decoder.keep(rest)
         elif call == "crop":
             decoder.crop(int(rest[0]))
+        elif call == "begin_blocks":
+            blocks, columns, positions = rest.tolist()
+            decoder.begin_blocks(blocks=blocks, columns=columns, positions=positions)
+        elif call == "forward_rows":
+            tokens, rows, width = rest[:3].tolist()
+            lengths = (tokens, rows + 1, rows, rows * width)
+            ids, first, start, table, wanted = rest[3:].tensor_split(
+                torch.tensor(lengths).cumsum(0)
+            )
+            decoder.forward_rows(
+                ids, first=first, start=start, table=table.view(rows, width), wanted=wanted
+            )
         else:
             rows, columns, last_only = rest[:3].tolist()
             ids, padding = rest[3 : 3 + rows * columns], rest[3 + rows * columns :]

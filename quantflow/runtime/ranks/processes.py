@@ -1,4 +1,4 @@
-"""`generate`, `bench` and the tasks of `validate` over several processes that share a model.
+"""`generate`, `bench`, `serve`, the tasks of `validate` by processes that share a model.
 
 A job that cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives
 the others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that
@@ -31,7 +31,7 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime import lean
 from quantflow.runtime.artifact import open_folder
-from quantflow.runtime.decoder import HiddenDecoder
+from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import spans_of
@@ -140,6 +140,7 @@ def start(
     progress: Progress,
     stream: Callable[[str], None] | None = None,
     bind: bool = False,
+    serving: bool = False,
 ) -> dict[str, Any] | None:
     """Do a job in several ranks; its result.
 
@@ -152,6 +153,7 @@ def start(
         progress: progress of the ranks.
         stream: takes the text that rank 0 writes, piece by piece.
         bind: each rank keeps to cores of its own (quantflow/distributed/binding.py).
+        serving: see `launch`.
 
     Raises:
         UnsupportedError: an artifact that the lean decoder does not run.
@@ -168,6 +170,7 @@ def start(
         stream=stream,
         threads=threads,
         cores=cores_of(world) if bind else None,
+        serving=serving,
         again="run the same command again",
     )
     return result
@@ -256,7 +259,7 @@ def drive(
     if communicator is None:
         return work(loaded)
     decoder: Any = loaded.decoder
-    assert isinstance(decoder, HiddenDecoder)  # the lean one
+    assert isinstance(decoder, LeanDecoder)  # `check` has refused others
     if communicator.rank:
         follow(decoder, communicator)
         return None

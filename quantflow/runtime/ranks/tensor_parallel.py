@@ -61,6 +61,7 @@ class Ranks:
     Attributes:
         artifact: the share.
         blueprint: the model with the rank's heads; a linear that held several is those.
+        world: number of ranks.
     """
 
     def __init__(self, artifact: Artifact, communicator: Communicator) -> None:
@@ -75,6 +76,7 @@ class Ranks:
             UsageError: it cannot be cut over so many ranks; names the sizes that can be.
         """
         rank, world = communicator.rank, communicator.world
+        self.world = world
         whole, blueprint = _taken_apart(artifact, world)
         self._communicator, self._spans = communicator, _fitting_spans(whole, blueprint, world)
         self.artifact = _share(whole, blueprint, self._spans, rank=rank, world=world)
@@ -198,6 +200,8 @@ class Ranks:
 
         Narrower parts travel padded.
         """
+        if not len(part):  # a step of a prompt's middle has no logits
+            return part.new_empty(0, sum(widths))
         widest = max(widths)
         # [ranks, N, widest]
         parts = self._communicator.gather(

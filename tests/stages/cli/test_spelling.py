@@ -341,8 +341,9 @@ def test_the_variables_of_tgis_launcher_are_its_options(monkeypatch):
     assert parsed("M", REVISION="v1")["revision"] is None
     with pytest.raises(UsageError) as error:
         parsed(MODEL_ID="M", NUM_SHARD="8", QUANTIZE="eetq")
-    assert "QUANTIZE, NUM_SHARD are other programs' options" in error.value.cause
-    assert "here it is `quantflow serve M --engine vllm --tensor-parallel 8`" in error.value.remedy
+    assert "QUANTIZE is another program's option" in error.value.cause
+    assert "here it is `quantflow serve --ranks 8 M`" in error.value.remedy
+    assert parsed(MODEL_ID="M", NUM_SHARD="8", SHARDED="true")["ranks"] == 8
 
 
 def test_a_temperature_of_zero_is_greedy():

@@ -262,13 +262,15 @@ def started(artifact, *arguments, **environment):
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     ) as process:
         lines = []
-        for line in process.stderr:
-            lines.append(line.rstrip())
-            if "serving on" in line:
-                break
-        assert lines and "serving on" in lines[-1], lines
-        yield process, int(lines[-1].rpartition(":")[2]), lines
-        process.kill()
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                if "serving on" in line:
+                    break
+            assert lines and "serving on" in lines[-1], lines
+            yield process, int(lines[-1].rpartition(":")[2]), lines
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

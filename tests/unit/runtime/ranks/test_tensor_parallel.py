@@ -523,6 +523,13 @@ class Recorder:
     def crop(self, length):
         self.calls.append(("crop", length))
 
+    def begin_blocks(self, **options):
+        self.calls.append(("begin_blocks", options))
+
+    def forward_rows(self, input_ids, **options):
+        lists = {name: tensor.tolist() for name, tensor in options.items()}
+        self.calls.append(("forward_rows", input_ids.tolist(), lists))
+
 
 class Said:
     """A `Communicator` that keeps what rank 0 says, and tells it afterwards."""
@@ -561,7 +568,15 @@ def test_what_follows_is_asked_the_same_as_what_leads(
     leader.keep(torch.tensor(kept))
     leader.forward_hidden(tokens, padding=padding)
     leader.crop(length)
+    leader.begin_blocks(blocks=length, columns=columns, positions=rows)
+    leader.forward_rows(
+        tokens.flatten(),
+        first=torch.arange(rows + 1) * columns,
+        start=torch.arange(rows) + length,
+        table=tokens,
+        wanted=torch.tensor(kept),
+    )
     leader.end()
     wire.telling = True
     follow(second, wire)
-    assert second.calls == first.calls and len(first.calls) == 5 and not wire.said
+    assert second.calls == first.calls and len(first.calls) == 7 and not wire.said
