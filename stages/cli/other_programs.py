@@ -420,7 +420,7 @@ SERVE: Spellings = {
         otherwise=_value_of("--ranks"),
     ),
     "--sharded": Beside(
-        ("--num-shard",),
+        ("--num-shard", "--ranks"),
         LeftOut("--num-shard says over how many", ONE),
         ByValue({"FALSE": _ALONE, "TRUE": Instead("give --num-shard N")}),
     ),

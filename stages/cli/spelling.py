@@ -363,6 +363,7 @@ class _Reader:
         spellings: options of other programs.
         values: values of options as other programs write them.
         names: options of the line.
+        variables: options whose variables were read.
         first: words that stand before all others.
         words: words in their order.
         texts: places in `words` of words that are no option and no value of one.
@@ -375,6 +376,7 @@ class _Reader:
     spellings: Spellings
     values: Values
     names: frozenset[str]
+    variables: set[str] = field(default_factory=set)
     first: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     texts: list[int] = field(default_factory=list)
@@ -409,6 +411,7 @@ class _Reader:
         spelling = self.spellings.get(option)
         if option in self.names or (spelling == Names(MODEL) and self.texts):
             return
+        self.variables.add(option)
         if spelling is None:
             self.first[:0] = self._with_value(option, value)
             return
@@ -468,7 +471,7 @@ class _Reader:
     def _other(self, name: str, word: str, spelling: Spelling, rest: list[str]) -> None:
         """Read an option of another program."""
         while isinstance(spelling, Beside):
-            beside = any(other in self.names for other in spelling.names)
+            beside = not {*self.names, *self.variables}.isdisjoint(spelling.names)
             spelling = spelling.then if beside else spelling.otherwise
         _, equals, value = word.partition("=")
         if isinstance(spelling, LeftOut | Instead):
