@@ -30,11 +30,11 @@ class Leader:
         vocab_size, positions, device: fields of `Decoder`.
         own: rank 0's decoder.
         adapters: names of LoRA adapters; ranks have none.
-        stateful: see `LeanDecoder`; ranks share no such model.
+        stateful, state_bytes: see `LeanDecoder`; ranks share no such model.
     """
 
     adapters: tuple[str, ...] = ()
-    stateful = False
+    stateful, state_bytes = False, 0
 
     def __init__(self, own: LeanDecoder, communicator: Communicator) -> None:
         """Speak for all ranks; nothing is said yet."""

@@ -308,7 +308,7 @@ def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
             f"{world} ranks share what the lean decoder runs, not {kind}: {blueprint}",
             "leave --ranks out",
         )
-    if any(blueprint.linear):
+    if any(blueprint.linear) or blueprint.heads.output_gate:
         raise UnsupportedError(
             f"{world} ranks share attention, not the gated delta nets of {kind}",
             "leave --ranks out",
