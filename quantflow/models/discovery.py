@@ -632,7 +632,7 @@ def _standing_in(
         calling.append(name)
         record.ran.add(name)
         if isinstance(module, Experts):
-            record.chosen[name] = args[1].shape[-1]
+            record.chosen[name] = args[1].shape[-1] * module.rows_of_token
         if name in layers:
             arguments: list[tuple[str | int, Any]] = [*enumerate(args, -1), *kwargs.items()]
             tensors = [

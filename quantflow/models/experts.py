@@ -12,11 +12,15 @@ over the experts e that the router chose. The router stays the family's own, and
 function that joins gate and up where it is not this product. Experts are added up in ascending
 order, as in transformers' own loop over them. Sources: Shazeer et al. 2017, arXiv:1701.06538 (the
 sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
+
+DBRX keeps three tensors [E I, H], the rows of one expert after those of another. Llama 4 weighs
+what an expert reads in place of what it puts out. Its own module runs every expert on every token,
+most of them zeros; here an expert reads its tokens (`ScaledInputs`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -140,8 +144,10 @@ class Experts(nn.ModuleList):
             in the same order, so its bits are those of one process.
         fetch: function from the numbers of chosen experts, ascending, to their modules in that
             order, each with its weights when its turn comes; None where they have them.
+        rows_of_token: rows of a call that are of one token, each with a choice of its own.
     """
 
+    rows_of_token: int = 1
     spread: SpreadExperts | None = None
     fetch: Callable[[Sequence[int]], Iterator[nn.Module]] | None = None
 
@@ -154,13 +160,15 @@ class Experts(nn.ModuleList):
         """The weighted sum of the outputs of each token's experts.
 
         Args:
-            hidden_states: [T, H].
+            hidden_states: [..., H], T tokens.
             top_k_index: int64 [T, k], the experts of each token.
             top_k_weights: [T, k], the weight of each expert.
 
         Returns:
-            [T, H] in the dtype of the hidden states.
+            [..., H] in the dtype of the hidden states.
         """
+        shape = hidden_states.shape
+        hidden_states = hidden_states.reshape(-1, shape[-1])  # [T, H]
         total = torch.zeros_like(hidden_states)
         ready = self._ready(hidden_states, top_k_index, every=False)
         # some routers name one more than there are: no expert
@@ -170,7 +178,7 @@ class Experts(nn.ModuleList):
             place, token = torch.where((top_k_index == number).T)
             outputs = expert(hidden_states[token]) if ready is None else ready[number]
             _add_(total, outputs, token, top_k_weights[token, place])
-        return total
+        return total.reshape(shape)
 
     def _ready(
         self, hidden_states: Tensor, top_k_index: Tensor, *, every: bool
@@ -187,13 +195,45 @@ class Experts(nn.ModuleList):
 
         Outputs that were not routed are dropped.
         """
+        shape = hidden_states.shape
+        hidden_states = hidden_states.reshape(-1, shape[-1])  # [T, H]
         total = torch.zeros_like(hidden_states)
         ready = self._ready(hidden_states, top_k_index, every=True)
         for number, expert in enumerate(self):
             place, token = torch.where((top_k_index == number).T)
             outputs = expert(hidden_states)[token] if ready is None else ready[number]
             _add_(total, outputs, token, top_k_weights[token, place])
-        return total
+        return total.reshape(shape)
+
+
+class ScaledInputs(nn.Module):
+    """A mixture whose experts read x times the token's weight, with a shared expert (Llama 4).
+
+    Attributes:
+        router: x -> the logit of each expert; transformers' own module makes the scores as well.
+        experts: called with a row for every token and choice, each of one expert and weight 1.
+        shared_expert: the family's own.
+    """
+
+    def __init__(self, block: Any, experts: Experts) -> None:
+        """Stand in for a `Llama4TextMoe` on meta."""
+        super().__init__()
+        self._chosen: int = block.top_k
+        experts.rows_of_token = self._chosen
+        self.router = nn.Linear(block.hidden_dim, len(experts), bias=False, device="meta")
+        self.experts = experts
+        self.shared_expert = block.shared_expert
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [T, H] and the router's logits [T, E] of [..., H], T tokens."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        logits = self.router(x)
+        values, numbers = torch.topk(logits, self._chosen, dim=1)
+        scores = torch.sigmoid(values.float()).to(logits.dtype)
+        rows = (x[:, None] * scores[:, :, None]).flatten(0, 1)  # [T k, H]
+        found = self.experts(rows, numbers.reshape(-1, 1), torch.ones_like(rows[:, :1]))
+        total: Tensor = self.shared_expert(x) + found.unflatten(0, scores.shape).sum(1)
+        return total, logits
 
 
 def _add_(total: Tensor, outputs: Tensor, token: Tensor, weights: Tensor) -> None:
@@ -218,15 +258,60 @@ def view_(model: PreTrainedModel) -> None:
     elif stacked:
         names_of = names_in_files(model, stacked)
     for name, module in stacked.items():
-        model.set_submodule(name, _view(module, names_of[name]))
+        view, block = _view(module, names_of[name]), name.rpartition(".")[0]
+        if type(module).__name__ in _UNDECLARED:
+            model.set_submodule(block, ScaledInputs(model.get_submodule(block), view))
+        else:
+            model.set_submodule(name, view)
 
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module holds experts in the stacked tensors of transformers' own products."""
-    has_gate = getattr(module, "has_gate", None)
+    if type(module).__name__ == _FLAT:
+        return True
     down = getattr(module, "down_proj", None)
-    known = has_gate is not None and not getattr(module, "has_post_expert_norm", False)
+    known = _form(module) is not None and not getattr(module, "has_post_expert_norm", False)
     return known and isinstance(down, nn.Parameter) and down.ndim == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """How a module of transformers holds its experts, as its own attributes say.
+
+    Attributes:
+        has_gate: gate and up are in one tensor.
+        has_bias: the linears have biases.
+        is_transposed: the last axes of a tensor are inputs and outputs, else the other way round.
+        is_concatenated: all outputs of gate come before those of up, else they alternate.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    is_concatenated: bool
+
+
+_FLAT = "DbrxExperts"  # its class; the tensors are those of its module `mlp`
+_FLAT_NAMES = ExpertNames(gate="w1", up="v1", down="w2")
+# Classes of transformers without these attributes, whose experts read scaled inputs.
+_UNDECLARED = {
+    "Llama4TextExperts": _Form(
+        has_gate=True, has_bias=False, is_transposed=True, is_concatenated=True
+    )
+}
+
+
+def _form(module: Any) -> _Form | None:
+    """How a module holds experts; None where it is no such module."""
+    if getattr(module, "has_gate", None) is None:
+        return _UNDECLARED.get(type(module).__name__)
+    return _Form(**{field.name: getattr(module, field.name) for field in fields(_Form)})
+
+
+def _form_of(stacked: nn.Module) -> _Form:
+    form = _form(stacked)
+    assert form is not None  # `is_stacked` has one
+    return form
 
 
 def names_in_files(
@@ -241,7 +326,10 @@ def names_in_files(
     table = HubNames(model)
     names_of = {}
     for name, module in stacked.items():
-        gated: Any = module.has_gate
+        if type(module).__name__ == _FLAT:
+            names_of[name] = _FLAT_NAMES
+            continue
+        gated = _form_of(module).has_gate
         up = [leaf for leaf in table.split_into(f"{name}.{'gate_up_proj' if gated else 'up_proj'}")]
         down = table.split_into(f"{name}.down_proj")
         if len(up) == 1 + bool(gated) and len(down) == 1:
@@ -263,20 +351,26 @@ def split(
         exchanged: full name of a tensor -> whether checkpoints hold its last two axes either way
             round.
     """
-    entry = "gate_up_proj" if stacked.has_gate else "up_proj"
+    if type(stacked).__name__ == _FLAT:
+        return {
+            f"{name}.mlp.{leaf}": _split_flat(
+                f"{name}.{{}}.{leaf}.weight", stacked.mlp, transposed=leaf == names.down
+            )
+            for leaf in (*names.inputs, names.down)
+        }
+    form = _form_of(stacked)
+    entry = "gate_up_proj" if form.has_gate else "up_proj"
     tensors = {}
     for tensor, leaves in ((entry, names.inputs), ("down_proj", (names.down,))):
-        share = partial(_split, leaves=leaves, concatenated=stacked.is_concatenated)
+        share = partial(_split, leaves=leaves, concatenated=form.is_concatenated)
         weight = torch.empty(getattr(stacked, tensor).shape, device="meta")
-        whole = share(weight, f"{name}.{{}}.{{}}.weight", transposed=stacked.is_transposed)
+        whole = share(weight, f"{name}.{{}}.{{}}.weight", transposed=form.is_transposed)
         if exchanged(f"{name}.{tensor}"):
             other = torch.empty(weight.mT.shape, device="meta")
-            other_way = share(
-                other, f"{name}.{{}}.{{}}.weight", transposed=not stacked.is_transposed
-            )
+            other_way = share(other, f"{name}.{{}}.{{}}.weight", transposed=not form.is_transposed)
             whole = replace(whole, exchanged=other_way)
         tensors[f"{name}.{tensor}"] = whole
-        if stacked.has_bias:
+        if form.has_bias:
             bias = torch.empty(getattr(stacked, f"{tensor}_bias").shape, device="meta")
             tensors[f"{name}.{tensor}_bias"] = share(
                 bias, f"{name}.{{}}.{{}}.bias", transposed=False
@@ -307,18 +401,48 @@ def _split(
     return SplitTensor(shape=(*whole.shape,), parts=tuple(parts))
 
 
+def _split_flat(name: str, mlp: Any, *, transposed: bool) -> SplitTensor:
+    """The parts [I, H], or their transposes, of a tensor [E I, H] of all experts of an `mlp`."""
+    width, hidden = mlp.ffn_hidden_size, mlp.hidden_size
+    shape, strides = (
+        ((hidden, width), (1, hidden)) if transposed else ((width, hidden), (hidden, 1))
+    )
+    parts = [
+        TensorPart(
+            name=name.format(number), shape=shape, strides=strides, start=number * width * hidden
+        )
+        for number in range(mlp.moe_num_experts)
+    ]
+    return SplitTensor(shape=(mlp.moe_num_experts * width, hidden), parts=tuple(parts))
+
+
 def _view(stacked: Any, names: ExpertNames) -> Experts:
+    if type(stacked).__name__ == _FLAT:
+        mlp = stacked.mlp
+        return _made(
+            mlp.moe_num_experts,
+            names,
+            hidden=mlp.hidden_size,
+            width=mlp.ffn_hidden_size,
+            bias=False,
+            join=partial(_gated, mlp.activation_fn),
+            act=mlp.activation_fn,
+        )
+    form = _form_of(stacked)
     count, *shape = stacked.down_proj.shape
-    width, hidden = shape if stacked.is_transposed else shape[::-1]
+    width, hidden = shape if form.is_transposed else shape[::-1]
     act = getattr(stacked, "act_fn", None)  # a family with its own join may have none
     join: Join = partial(_gated, act)
-    if type(stacked)._apply_gate is not _default_apply_gate:
-        join = partial(_joined, stacked._apply_gate, interleaved=not stacked.is_concatenated)
-    make = partial(
-        Expert, names, hidden=hidden, width=width, bias=stacked.has_bias, join=join, act=act
-    )
+    own_join = getattr(stacked, "_apply_gate", None)
+    if own_join is not None and type(stacked)._apply_gate is not _default_apply_gate:
+        join = partial(_joined, own_join, interleaved=not form.is_concatenated)
+    return _made(count, names, hidden=hidden, width=width, bias=form.has_bias, join=join, act=act)
+
+
+def _made(count: int, names: ExpertNames, **options: Any) -> Experts:
+    """So many experts on meta."""
     with torch.device("meta"):
-        return Experts(make() for _ in range(count))
+        return Experts(Expert(names, **options) for _ in range(count))
 
 
 def _gated(act: Any, gate: Tensor, up: Tensor) -> Tensor:

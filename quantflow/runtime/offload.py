@@ -152,6 +152,9 @@ class StreamedEmbedding(nn.Module):
         super().__init__()
         # in a list, so that its weight is no parameter of this module
         self._own, self._artifact, self._name = [embedding], artifact, name
+        nothing = torch.zeros((), dtype=artifact.dtype)
+        # takes no memory; families ask for its device, dtype and rows
+        self.weight = nothing.expand(artifact.checkpoint.infos[name].shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The embedding of ids, [..., H] in the artifact's dtype."""

@@ -328,7 +328,18 @@ STORED = {  # what one obstacle each needs
         "head_dim": 16,
         "intermediate_size_mlp": 128,
         "attention_chunk_size": 8,
-    },  # it looks at the embedding's weight
+    }  # it looks at the embedding's weight
+    # and its experts read scaled inputs, in every second layer
+    | {"num_local_experts": 4, "interleave_moe_layer_step": 2},
+    # experts in three tensors of two axes
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
 }
 IDS = torch.randint(2, 96, (1, 12), generator=torch.Generator().manual_seed(1))
 
@@ -388,6 +399,37 @@ def test_every_linear_of_every_expert_is_a_tensor_of_its_own(saved):
         f"{experts}.down_proj" in source.checkpoint.located
         and f"{experts}.down_proj" not in source.names
     )
+
+
+def test_experts_of_llama_4_are_columns_of_two_tensors_and_its_router_is_none(saved):
+    model, folder = saved("llama4_text")
+    source, own = open_source(folder), model.model.layers[1].feed_forward.experts
+    experts, width = "model.layers.1.feed_forward.experts", own.down_proj.shape[1]
+    for number in range(4):
+        names = [f"{experts}.{number}.{leaf}_proj.weight" for leaf in ("gate", "up", "down")]
+        gate, up, down = source.read(names).values()
+        assert torch.equal(gate, own.gate_up_proj[number, :, :width].T)
+        assert torch.equal(up, own.gate_up_proj[number, :, width:].T)
+        assert torch.equal(down, own.down_proj[number].T)
+    dense, sparse = graph_for(source.config).layers[:2]
+    assert (dense.experts, sparse.experts, sparse.chosen) == (0, 4, 2)
+    assert sparse.routers == ("model.layers.1.feed_forward.router",)
+
+
+def test_experts_of_dbrx_are_rows_of_three_tensors_the_last_one_transposed(saved):
+    model, folder = saved("dbrx")
+    source, own = open_source(folder), model.transformer.blocks[1].ffn.experts.mlp
+    experts, width = "transformer.blocks.1.ffn.experts", own.ffn_hidden_size
+    for number in range(4):
+        names = [f"{experts}.{number}.{leaf}.weight" for leaf in ("w1", "v1", "w2")]
+        gate, up, down = source.read(names).values()
+        rows = slice(number * width, (number + 1) * width)
+        assert torch.equal(gate, own.w1[rows])
+        assert torch.equal(up, own.v1[rows])
+        assert torch.equal(down, own.w2[rows].T)
+    layer = graph_for(source.config).layers[1]
+    assert (layer.experts, layer.chosen) == (4, 2)
+    assert layer.routers == ("transformer.blocks.1.ffn.router.layer",)
 
 
 def test_latent_attention_by_hand():

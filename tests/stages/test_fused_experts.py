@@ -1,0 +1,94 @@
+"""Experts that a release keeps in a few tensors are quantized one by one: Llama 4's and DBRX'."""
+
+import json
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from quantflow.models.open import graph_for
+from quantflow.runtime.load import load
+from quantflow.runtime.offload import load_offloaded
+from tests.conftest import write_tokenizer
+from tests.shared import run
+
+COMMON = {"vocab_size": 300, "pad_token_id": 0}
+CONFIGS = {
+    "llama4_text": {
+        **COMMON,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "max_position_embeddings": 64,
+    },
+    "dbrx": {
+        **COMMON,
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+EXPERTS = 2 * 4 * 3  # linears of experts: of two layers, four in each
+IDS = torch.randint(3, 300, (1, 14), generator=torch.Generator().manual_seed(1))
+RTN = ("--algorithm", "rtn", "-q")
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", pytest.param("FP8_DYNAMIC", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_artifact_runs_as_transformers_with_its_weights(family, scheme, tmp_path):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**CONFIGS[family])
+    config.initializer_range = 0.1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:  # transformers leaves some as they were in memory
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    group = ("--group-size", "32") if scheme == "W4A16" else ()
+    line = ("--scheme", scheme, *group, *RTN, "--export", tmp_path / "a")
+    assert run("quantize", tmp_path / "model", "-o", tmp_path / "q", *line) == 0
+    entries = json.loads((tmp_path / "a" / "quantflow.json").read_text())["ledger"]["tensors"]
+    done = {entry["name"]: entry["action"] for entry in entries}
+    experts = {done[name] for name in done if ".experts." in name}
+    routers = {done[name] for name in done if ".router." in name}
+    assert (experts, routers) == ({"quantized"}, {"copied"})
+    artifact = load(tmp_path / "a", exact=True, backend="reference").artifact
+    assert sum(".experts." in name for name in artifact.linears) == EXPERTS
+    with torch.inference_mode():
+        before = model.eval()(IDS).logits
+        put_into_(model, artifact)
+        expected = model(IDS).logits
+        assert (expected - before).norm() > 1e-3 * before.norm()
+        found, from_disk = (
+            opened(tmp_path / "a", exact=True, backend="reference").model(IDS).logits
+            for opened in (load, load_offloaded)
+        )
+    assert torch.equal(found, from_disk)
+    if scheme == "W4A16":  # the other rounds inputs too, between the products of an expert
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def put_into_(model, artifact):
+    """Give transformers' own model the dequantized weights of an artifact."""
+    split = graph_for(model.config).split
+    parts = {part.name: (name, part) for name, one in split.items() for part in one.parts}
+    parameters = dict(model.named_parameters())
+    for linear in artifact.linears:
+        weight = artifact.decode(linear).weight.dequantize()
+        name, part = parts.get(f"{linear}.weight", (f"{linear}.weight", None))
+        place = parameters[name].data
+        if part is not None:
+            place = place.as_strided(part.shape, part.strides, part.start)
+        place.copy_(weight)
