@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig
 
 from quantflow.distributed.placement import share
 from quantflow.errors import InputError
@@ -81,6 +81,21 @@ def test_four_cards_and_experts_that_are_shown_every_token_are_one_process_too(
     assert run("unify", "-m", tmp_path / "m", "-o", tmp_path / "u") == 0
     assert same_bytes(tmp_path / "u", tmp_path / "one")
     assert same_bytes(tmp_path / "one", alone) == (fed == "routed")
+
+
+@pytest.mark.slow
+def test_experts_that_a_checkpoint_stacks_are_spread_too(tmp_path, text_files):
+    """gpt-oss has one tensor for the gates and ups of all experts, and one for their biases."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}
+    config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    words = ("measure", tmp_path / "model", *line(text_files))
+    assert run(*words, "-o", tmp_path / "one") == 0
+    assert run(*words, "-o", tmp_path / "m", "--ranks", "2", "--ep", "2") == 0
+    assert run("unify", "-m", tmp_path / "m", "-o", tmp_path / "u") == 0
+    assert same_bytes(tmp_path / "u", tmp_path / "one")
 
 
 @pytest.fixture(scope="module")
