@@ -138,6 +138,22 @@ def refuse_mtp_ranks(name: str, mtp: MtpPlan | None, *, ranks: int) -> None:
         )
 
 
+def left_behind_words(unused: Collection[str], *, rotates: bool) -> str | None:
+    """A sentence about layers ahead of a model that is rotated; None where there is nothing to say.
+
+    Args:
+        unused: names of the tensors that no module of the model has.
+        rotates: whether a transform rotates the model's hidden states.
+    """
+    found = layers_ahead(unused) if rotates else ()
+    if not found:
+        return None
+    return (
+        f"{found[0].prefix} predicts further tokens (MTP) from hidden states that the rotation "
+        "changes, and does not follow it: an engine accepts few of its guesses"
+    )
+
+
 def _linears(names: Sequence[str], prefix: str, inside: Collection[str]) -> list[str]:
     """The linears of a layer that some layer of the model has under the same name."""
     linears = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

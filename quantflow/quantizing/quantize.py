@@ -305,6 +305,8 @@ def _quantize(
         progress.say(
             f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
         )
+    if words := mtp.left_behind_words(model.unused, rotates=plan.rotation is not None):
+        progress.say(f"quantize {job.entry.name}: {words}")
     device = _device(job)
     with (
         stage_folder.locked(job.output),

@@ -14,6 +14,7 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.manifest import read_manifest
 from quantflow.files.verify import verify
+from quantflow.planning.mtp import left_behind_words
 from quantflow.planning.recipe import (
     Calibration,
     MtpSettings,
@@ -182,6 +183,14 @@ def test_it_is_refused_where_there_is_no_layer_or_it_would_not_follow(source, tm
         quantflow.quantize(TINY, tmp_path / "2", entry=entry)
     with pytest.raises(UsageError, match="with --ranks 2"):
         quantflow.quantize(source, tmp_path / "2", entry=entry, ranks=2)
+
+
+def test_a_rotation_leaves_the_layer_behind_and_that_is_said(source):
+    names = open_checkpoint(source).infos
+    words = left_behind_words(names, rotates=True)
+    assert words is not None and words.startswith("model.layers.2 predicts further tokens (MTP)")
+    assert left_behind_words(names, rotates=False) is None
+    assert left_behind_words(["mtp.norm.weight"], rotates=True) is None
 
 
 def test_a_word_that_is_no_scheme_is_refused():
