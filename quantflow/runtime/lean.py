@@ -40,8 +40,13 @@ from quantflow.runtime.routed_experts import Exchange, ExpertProjections, Routed
 from quantflow.runtime.row_adapters import RowAdapters
 
 
-def why_not(artifact: Artifact) -> str | None:
-    """Why the lean decoder cannot run an artifact, in a sentence; None when it can."""
+def why_not(artifact: Artifact, *, crops: bool = False) -> str | None:
+    """Why the lean decoder cannot run an artifact, in a sentence; None when it can.
+
+    Args:
+        artifact: an artifact, or a model that is not quantized.
+        crops: whether `crop` will be called.
+    """
     if artifact.device.type != "cpu":
         return f"it runs on cpu, not on {artifact.device.type}"
     blueprint = architecture.read(artifact.checkpoint.config)
@@ -55,6 +60,8 @@ def why_not(artifact: Artifact) -> str | None:
         return f"export compared it: {note}"
     if blueprint.heads.latent and artifact.kv_cache is not None:
         return "it has no measured scales for a cache of latents"
+    if crops and any(blueprint.linear):
+        return "it cannot take a wrong guess back out of the state of a gated delta net"
     return delta_net.why_not(blueprint) or operations.why_not(
         blueprint.heads.head_dim, blueprint.heads.latent
     )

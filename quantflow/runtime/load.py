@@ -191,7 +191,8 @@ def load(
         inputs=inputs,
         sealed=sealed,
     )
-    reason = why if decoder == "transformers" else lean.why_not(artifact)
+    takes_back = crops and decoder == "auto" and communicator is None
+    reason = why if decoder == "transformers" else lean.why_not(artifact, crops=takes_back)
     if reason is None or decoder == "lean" or communicator is not None:
         ranks = (
             None if communicator is None or reason is not None else Ranks(artifact, communicator)

@@ -342,6 +342,17 @@ def test_a_model_that_reads_images_too_runs_its_text(tmp_path):
     assert torch.allclose(*logits, atol=2e-5, rtol=2e-5)
 
 
+def test_transformers_modules_run_where_guesses_may_be_wrong(tmp_path, make_artifact):
+    make_artifact(tmp_path, DENSE, W4A16)
+    text, tokens = ids(1, 9), []
+    for crops, method in ((False, None), (True, Lookup(tokens=2))):
+        loaded = load(tmp_path, decoder="auto", backend="reference", crops=crops)
+        assert loaded.name == ("transformers" if crops else "lean")
+        assert crops == any("wrong guess" in reason for reason in loaded.reasons)
+        tokens.append(generate(loaded.decoder, text, max_new_tokens=8, method=method))
+    assert torch.equal(*tokens)
+
+
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
 def test_released_configurations_are_run(name):
     config = json.loads((RELEASED / f"{name}.json").read_text())["config"]
