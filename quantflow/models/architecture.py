@@ -111,6 +111,8 @@ class Heads:
         latent: last features of the one kv head's keys that are its values too; 0: values apart.
         output_gate: a head's output is multiplied by the sigmoid of a gate of its own, which comes
             with queries, keys and values.
+        slopes: for each query head, what a score loses for each position between (ALiBi); empty:
+            nothing.
     """
 
     num_heads: int
@@ -122,6 +124,7 @@ class Heads:
     whole_norms: bool = False
     latent: int = 0
     output_gate: bool = False
+    slopes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +289,25 @@ class UnsupportedDesign(Exception):
 class Keys:
     """The keys of a config.json; it remembers which were read."""
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Take a configuration, and values for keys that it leaves out."""
-        self._config, self._defaults, self.read = config, defaults, set[str]()
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Take a configuration, values for keys that it leaves out, and older names of keys.
+
+        Raises:
+            UnsupportedDesign: a key differs from its older name.
+        """
+        for old, name in aliases.items():
+            value = config.get(old)
+            if value is not None and config.get(name) not in (None, value):
+                raise UnsupportedDesign(
+                    f"{old}={value!r} of config.json differs from {name}={config[name]!r}"
+                )
+            config = config if value is None else {**config, name: value}
+        self._config, self._defaults, self.read = config, defaults, {*aliases}
 
     def has(self, key: str) -> bool:
         """Whether config.json has a value for a key."""
@@ -462,8 +481,8 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
     row, config = _of_text(config)
     if row is None or row.decoder is None:
         return f"it does not know the layers of {config.get('model_type')}"
-    keys = Keys(config, row.decoder.defaults)
     try:
+        keys = Keys(config, row.decoder.defaults, row.decoder.aliases)
         blueprint = _blueprint(row, row.decoder, keys)
     except UnsupportedDesign as reason:
         return str(reason)
@@ -562,6 +581,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             whole_norms=design.whole_qk_norms,
             latent=0 if latent is None else latent.features,
             output_gate=design.output_gate,
+            slopes=_slopes(num_heads) if design.alibi else (),
         ),
         form=replace(form, residual=residual_scale),
         windows=tuple(windows),
@@ -596,6 +616,20 @@ def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]
             f"{num_kv_heads} heads of keys and values do not divide {num_heads} heads"
         )
     return num_heads, num_kv_heads, head_dim
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head: Press et al. 2022, arXiv:2108.12409, section 3.
+
+    Of a number of heads that is no power of two, the first have those of the power below; the
+    others every second one of the power above.
+    """
+    below = 1 << (heads.bit_length() - 1)
+
+    def powers(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (index + 1) / count) for index in range(count)]
+
+    return tuple((powers(below) + powers(2 * below)[::2])[:heads])
 
 
 def _latent(names: LatentNames, design: DecoderDesign, keys: Keys) -> Latent:
@@ -659,7 +693,7 @@ def _form(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Form:
     if design.clamped_swiglu:
         alpha, limit = keys.number("swiglu_alpha"), keys.cap("swiglu_limit")
         return replace(form, activation="clamped_swiglu", alpha=alpha, limit=limit or math.inf)
-    name = str(keys.get(design.activation_key))
+    name = design.activation or str(keys.get(design.activation_key))
     activation = _ACTIVATIONS.get(design.activation_aliases.get(name, name))
     if activation is None:
         raise UnsupportedDesign(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {name}")
@@ -759,6 +793,8 @@ def _ropes(
     design: DecoderDesign, keys: Keys, head_dim: int, windows: Sequence[int]
 ) -> tuple[tuple[Rope, ...], tuple[int | None, ...]]:
     """The rotary embeddings of a model, and for each layer which one it has."""
+    if design.alibi:
+        return (), (None,) * len(windows)
     parameters = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise UnsupportedDesign(f"rope_parameters of config.json is {parameters!r}, no table")

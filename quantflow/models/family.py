@@ -43,6 +43,7 @@ class PartNames:
             own, with no `.weight`); None where there are none.
         layers: the list of decoder layers.
         embedding, norm, head: token embedding, last norm and head of the model.
+        embedding_norm: norm of embeddings, before the first layer; None where there is none.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -60,6 +61,7 @@ class PartNames:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    embedding_norm: str | None = None
 
     @property
     def attention(self) -> str:
@@ -195,11 +197,13 @@ class DecoderDesign:
 
     Attributes:
         defaults: transformers' defaults of the keys of config.json that are read.
+        aliases: older name of a key -> the key.
         supported_values: keys that may have this value alone, or be null.
         ignored_keys: keys that the family's own modules do not read.
         activation_aliases: activation in config.json -> the one that the family means by it.
         activation_key: key of the activation.
-        mlp_size_key: key of the width of a dense layer's MLP.
+        activation: the activation where no key says it.
+        mlp_size_key: key of the width of a dense layer's MLP; None: four times the hidden size.
         clamped_swiglu: the MLP is gate * sigmoid(swiglu_alpha gate) * (up + 1), with gate and up
             clamped at swiglu_limit.
         eps_key: key of the norms' epsilon.
@@ -218,6 +222,7 @@ class DecoderDesign:
         group_scores: how much a group counts.
         scaled_experts: the weights of experts are multiplied by routed_scaling_factor.
         windows: which layers have a sliding window; None where none has.
+        alibi: scores are lower the farther a position lies (ALiBi), and nothing is rotated.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
@@ -244,11 +249,13 @@ class DecoderDesign:
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     supported_values: Mapping[str, Any] = field(default_factory=dict)
     ignored_keys: frozenset[str] = frozenset()
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
-    mlp_size_key: str = "intermediate_size"
+    activation: str | None = None
+    mlp_size_key: str | None = "intermediate_size"
     clamped_swiglu: bool = False
     eps_key: str = "rms_norm_eps"
     normalized_experts: bool | str = "norm_topk_prob"
@@ -263,6 +270,7 @@ class DecoderDesign:
     group_scores: GroupScores = GroupScores.BEST_TWO
     scaled_experts: bool = False
     windows: Windows | None = None
+    alibi: bool = False
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
     grid_rope: bool = False
@@ -1197,6 +1205,57 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     qkv_bias=("use_bias", True),
                     output_bias=("use_bias", True),
                     mlp_bias=("use_bias", True),
+                    tied=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="bloom",
+                architecture="BloomForCausalLM",
+                names=PartNames(
+                    qkv=("self_attention.query_key_value",),
+                    output="self_attention.dense",
+                    up=("mlp.dense_h_to_4h",),
+                    down="mlp.dense_4h_to_h",
+                    layers="transformer.h",
+                    embedding="transformer.word_embeddings",
+                    embedding_norm="transformer.word_embeddings_layernorm",
+                    norm="transformer.ln_f",
+                ),
+                gated=False,
+                centered=True,
+                by_head=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={"layer_norm_epsilon": 1e-5},
+                    activation="gelu_pytorch_tanh",
+                    aliases={
+                        "n_layer": "num_hidden_layers",
+                        "n_head": "num_attention_heads",
+                        "n_embed": "hidden_size",
+                    },
+                    supported_values={
+                        "apply_residual_connection_post_layernorm": False,
+                        "slow_but_exact": False,
+                    },
+                    # of the program that trained it
+                    ignored_keys=frozenset(
+                        {
+                            "attention_softmax_in_fp32",
+                            "bias_dropout_fusion",
+                            "masked_softmax_fusion",
+                            "n_inner",
+                            "offset_alibi",
+                            "seq_length",
+                            "skip_bias_add",
+                            "skip_bias_add_qkv",
+                        }
+                    ),
+                    eps_key="layer_norm_epsilon",
+                    mlp_size_key=None,
+                    alibi=True,
+                    qkv_bias=True,
+                    output_bias=True,
+                    mlp_bias=True,
                     tied=True,
                 ),
             ),

@@ -188,7 +188,8 @@ def listed(config: Mapping[str, Any]) -> ListedTensors | None:
     if not _is_causal_lm(row, config.get("architectures")):
         return None
     try:
-        return ListedTensors(row, row.decoder, blueprint, Keys(config, row.decoder.defaults))
+        keys = Keys(config, row.decoder.defaults, row.decoder.aliases)
+        return ListedTensors(row, row.decoder, blueprint, keys)
     except UnsupportedDesign:
         return None
 
@@ -258,7 +259,7 @@ def _linears(
             for name, shape, has_bias in _of_mixture(design, blueprint, blueprint.mixture, keys):
                 yield f"{prefix}.{name}", shape, has_bias
             continue
-        width = keys.count(design.mlp_size_key)
+        width = 4 * hidden if design.mlp_size_key is None else keys.count(design.mlp_size_key)
         rows = width * (2 if blueprint.form.gated else 1) // len(names.up)
         for name in names.up:
             yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.mlp_bias, keys)
@@ -373,6 +374,8 @@ def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
             (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
         )
     yield names.norm, hidden
+    if names.embedding_norm is not None:
+        yield names.embedding_norm, hidden
 
 
 def _latent_norms(latent: Latent | None) -> Iterator[tuple[str, int]]:

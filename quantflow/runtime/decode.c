@@ -141,6 +141,7 @@ typedef struct {
     const int64_t *table;   /* [rows, width] blocks that hold its columns, `block` columns each */
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
     const int64_t *slots;   /* [rows] place of a sequence's state in each gated delta net */
+    const float *slopes;    /* [query_heads] of ALiBi; NULL: distances count nothing */
     int64_t rows, block, width; /* rows: sequences */
     int64_t query_heads, kv_heads, head_dim, kind;
     int64_t latent;            /* last features of a key that are its value too; 0: values apart */
@@ -1113,6 +1114,18 @@ INLINE void online_softmax_step(float *scores, const int64_t *first, const int64
     for (int g = 0; g < T; g++) total[g] = total[g] * shrink[g] + sum_of_lanes(sums[g]);
 }
 
+/* ALiBi (Press et al. 2022, arXiv:2108.12409): a score of T queries loses slope for each column that
+ * lies between. `scores` [T, BLOCK] are those of the columns from `begin` on; end: as above. */
+INLINE void add_distances(float *scores, const float *slope, const int64_t *end, int64_t begin,
+                          const int T) {
+    const vi lanes = {NUMBERS};
+    for (int g = 0; g < T; g++)
+        for (int j = 0; j < BLOCK; j += LANES) {
+            vi distance = lanes + (int)(begin + j - (end[g] - 1));
+            *(vf *)(scores + g * BLOCK + j) += slope[g] * __builtin_convertvector(distance, vf);
+        }
+}
+
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 }; /* pairs of bfloat16 can be multiplied as they are */
 #else
@@ -1276,13 +1289,13 @@ INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t strid
  * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time. q, out: [head_dim] of
  * each query, out the latent where there is one; first, end: the columns [first, end) of sequence
  * `row` that each query sees; sink: where the layer has sinks, the score of each query's, which
- * counts in its sum alone.
+ * counts in its sum alone; slope: ALiBi's of each query, where there is one.
  *
  * The sums of a query have the same order whichever queries are computed with it and however the
  * columns lie in blocks. */
 INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t row,
                         int64_t h, const int64_t *first, const int64_t *end, const float *sink,
-                        const int kind, const int narrow, const int T) {
+                        const float *slope, const int kind, const int narrow, const int T) {
     enum { GROUPS = BLOCK / LANES };
     const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
@@ -1318,6 +1331,7 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
         for (; group < groups; group++)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
+        if (s->slopes) add_distances(scores, slope, end, begin, T);
         online_softmax_step(scores, first, end, begin, largest, total, shrink, T);
         /* int8 values without measured scales: the scale of a column goes into its probability */
         for (int g = 0; g < T && dynamic; g++)
@@ -1353,7 +1367,7 @@ static void attend_unit(const void *context, int64_t unit) {
     int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
     int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
     int64_t first[TILE], end[TILE];
-    float sink[TILE];
+    float sink[TILE], slope[TILE];
     const float *q[TILE];
     float *to[TILE];
     for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
@@ -1362,12 +1376,13 @@ static void attend_unit(const void *context, int64_t unit) {
         q[g] = qkv + (from + column) * width + query * dim;
         to[g] = out + ((from + column) * s->query_heads + query) * outs;
         sink[g] = l->sinks ? l->sinks[query] : 0;
+        slope[g] = s->slopes ? s->slopes[query] : 0;
         first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
         if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
     }
 #define ATTEND_TILE(KIND, NARROW, T) \
     if (s->kind == KIND && narrow == NARROW && size == T) \
-        attend_tile(s, l, q, to, row, head, first, end, sink, KIND, NARROW, T);
+        attend_tile(s, l, q, to, row, head, first, end, sink, slope, KIND, NARROW, T);
 #define ATTEND(KIND, NARROW) \
     ATTEND_TILE(KIND, NARROW, 1) \
     ATTEND_TILE(KIND, NARROW, 3) \
@@ -1684,7 +1699,8 @@ const struct field *structure_fields(void) {
         FIELD(Layer, window),
         FIELD(Layer, rotary_dim), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
-        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
+        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, slopes), FIELD(Step, rows),
+        FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
         FIELD(Step, latent), FIELD(Step, output_gate), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),

@@ -31,6 +31,7 @@ from quantflow.runtime.operations import (
     Norm,
     Operations,
     Projection,
+    normalized,
     product,
 )
 from quantflow.runtime.packed import Pack
@@ -152,6 +153,7 @@ class LeanDecoder:
         )
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
         embedding, self._norm, self._head = ends(artifact, blueprint, pack)
+        self._embedding_norm = embedding_norm(artifact, blueprint)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [
@@ -407,8 +409,7 @@ class LeanDecoder:
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """The hidden states of tokens [N] before the first layer, [N, H]."""
-        x, scale = self._embed(ids), self._blueprint.embedding_scale
-        return x if scale == 1 else x * scale
+        return embedded(self._embed(ids), self._blueprint, self._embedding_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """The logits [N, V] of hidden states [N, H]."""
@@ -444,6 +445,20 @@ def delta_states(
     if blueprint.delta is None or not count:
         return None
     return DeltaStates(blueprint.delta, layers=count, sequences=sequences)
+
+
+def embedding_norm(artifact: Artifact, blueprint: Blueprint) -> Norm:
+    """The norm of embeddings; none where the model has none."""
+    name = blueprint.names.embedding_norm
+    return NO_NORM if name is None else norm_of(artifact, blueprint, name)
+
+
+def embedded(x: Tensor, blueprint: Blueprint, norm: Norm) -> Tensor:
+    """The hidden states [N, H] that the first layer reads, of rows of the embedding."""
+    x = x if blueprint.embedding_scale == 1 else x * blueprint.embedding_scale
+    if norm.weight is None:
+        return x
+    return normalized(x, norm, blueprint.heads.eps, centered=blueprint.form.centered)
 
 
 def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:

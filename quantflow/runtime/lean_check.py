@@ -86,7 +86,8 @@ class LeanCheck:
             rows = self._artifact.read_rows(
                 f"{self._blueprint.names.embedding}.weight", ids
             ).float()
-            embedded = functional.embedding(places, rows) * self._blueprint.embedding_scale
+            norm = lean.embedding_norm(self._artifact, self._blueprint)
+            embedded = lean.embedded(functional.embedding(places, rows), self._blueprint, norm)
             self._compare("the embedding", embedded, expected[0], exact=embedded, least=expected[0])
 
     def _added(self, artifact: Artifact, index: int, hidden: Tensor, *, rounded: bool) -> Tensor:

@@ -239,6 +239,7 @@ class _Step(ctypes.Structure):
         ("table", _POINTER),
         ("tiles", _POINTER),
         ("slots", _POINTER),
+        ("slopes", _POINTER),
         ("rows", _COUNT),
         ("block", _COUNT),
         ("width", _COUNT),
@@ -326,19 +327,20 @@ def product(
     return out
 
 
-def normalized(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    """The RMSNorm of each row, [N, width] float32.
+def normalized(x: Tensor, norm: Norm, eps: float, *, centered: bool = False) -> Tensor:
+    """The RMSNorm of each row, [N, width] float32; the LayerNorm where it is `centered`.
 
     Args:
         x: [N, width] float32.
         norm: norm of the width.
         eps: its epsilon.
+        centered: subtract the mean first.
     """
     x = x.contiguous()
     out = torch.empty_like(x)
     if len(x):
         pointers = (x.data_ptr(), None, _norm(NO_NORM), _norm(norm), out.data_ptr())
-        compiled().add_norm(*pointers, *x.shape, eps, False, 1.0, False)
+        compiled().add_norm(*pointers, *x.shape, eps, centered, 1.0, False)
     return out
 
 
@@ -419,6 +421,7 @@ class Operations:
         self._blocks = blocks
         self._library = compiled()
         self._rounds = rounds
+        self._slopes = torch.tensor(heads.slopes) if heads.slopes else None  # C has its address
         self._rooms: dict[str, Tensor] = {}
         # Room for the parts of a layer, which decode.c's `run` writes; there are no widths where
         # Python calls the operations one by one.
@@ -461,6 +464,7 @@ class Operations:
         self._rotary_tables = rotary_tables
         self._step = _Step(  # first, start, table, tiles and slots are NULL until `step_rows`
             padding=native.address(cache.padding),
+            slopes=native.address(self._slopes),
             rows=cache.rows,
             block=cache.capacity,
             width=1,

@@ -85,6 +85,7 @@ class Ranks:
             heads,
             num_heads=heads.num_heads // world,
             num_kv_heads=_kv_heads(blueprint, world)[rank][1],
+            slopes=heads.slopes[rank * (heads.num_heads // world) :][: heads.num_heads // world],
         )
         self.blueprint = replace(blueprint, heads=own)
         # kv heads, in order, each from the first rank that holds it

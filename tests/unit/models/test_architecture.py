@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
+from transformers.models.bloom import modeling_bloom
 
 from quantflow.models.architecture import NEUTRAL, Blueprint, read
 from quantflow.models.family import FAMILIES
@@ -68,7 +70,7 @@ def runs(family):
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
     # every head of multi-head latent attention has keys of its own
     heads = 4 if DECODED[family].latent else 2
-    few = {} if family == "gpt_neox" else {"num_key_value_heads": heads}
+    few = {} if family in ("gpt_neox", "bloom") else {"num_key_value_heads": heads}
     # transformers' default is no number
     few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else runs(family)
     theirs = CONFIG_MAPPING[family](**SIZES, **few)
@@ -584,3 +586,42 @@ RELEASED = {
 def test_the_keys_of_released_models_are_known(name):
     found = read(COMMON | RELEASED[name])
     assert isinstance(found, Blueprint), found
+
+
+BLOOM_560M = {
+    "model_type": "bloom",
+    "architectures": ["BloomForCausalLM"],
+    "apply_residual_connection_post_layernorm": False,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "n_embed": 1024,
+    "n_inner": None,
+    "n_layer": 24,
+    "num_attention_heads": 16,
+    "offset_alibi": 100,
+    "pretraining_tp": 1,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "slow_but_exact": False,
+    "vocab_size": 250880,
+}
+
+
+def test_older_names_of_keys_are_read_and_may_not_contradict_the_newer_ones():
+    blueprint = read(BLOOM_560M)
+    assert isinstance(blueprint, Blueprint)
+    assert (blueprint.layers, blueprint.heads.head_dim, blueprint.positions) == (24, 64, None)
+    assert read(BLOOM_560M | {"hidden_size": 1024, "num_hidden_layers": 24}) == blueprint
+    assert read(BLOOM_560M | {"hidden_size": 512}) == (
+        "n_embed=1024 of config.json differs from hidden_size=512"
+    )
+    assert "slow_but_exact" in str(read(BLOOM_560M | {"slow_but_exact": True}))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 16, 112])
+def test_slopes_of_distances_are_those_of_transformers(heads):
+    slopes = read({**BLOOM_560M, "n_embed": 128 * heads, "num_attention_heads": heads})
+    theirs = modeling_bloom._get_alibi_slopes(heads, torch.device("cpu"))
+    assert torch.allclose(torch.tensor(slopes.heads.slopes), theirs, rtol=1e-6, atol=0)

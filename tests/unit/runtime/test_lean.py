@@ -8,6 +8,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
@@ -187,6 +188,12 @@ FAMILIES = {
         architectures=["GPTNeoXForCausalLM"],
     ),
     "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
+    "bloom": BloomConfig(
+        hidden_size=64, n_layer=2, n_head=4, vocab_size=96, architectures=["BloomForCausalLM"]
+    ),
+    "bloom, whose heads are no power of two": BloomConfig(
+        hidden_size=96, n_layer=2, n_head=6, vocab_size=96, architectures=["BloomForCausalLM"]
+    ),
     "starcoder2": Starcoder2Config(
         **SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]
     ),

@@ -190,10 +190,10 @@ def test_logits_of_all_that_the_lean_decoder_runs_have_the_bits_of_one_process(
 
 
 @exact
-def test_a_mixture_that_is_not_quantized_and_a_linear_of_several_have_the_bits_of_one_process(
+def test_what_is_not_quantized_and_a_linear_of_several_have_the_bits_of_one_process(
     tmp_path, shared
 ):
-    for family in ("deepseek_v3", "granitemoeshared", "phi3"):
+    for family in ("deepseek_v3", "granitemoeshared", "phi3", "bloom"):
         random_model(LEAN_FAMILIES[family]).save_pretrained(tmp_path / family)
         expected = alone(tmp_path / family, short_walk)
         assert equal(shared(tmp_path / family, 2, short_walk), expected), family
