@@ -6,12 +6,15 @@ is on disk. Outside a step the first signal stops at once.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Timer
 
 from quantflow.plain_text import plain
 
 STDERR = 2
+_AGAIN = 0.05  # seconds
 
 
 class Interrupted(BaseException):
@@ -25,6 +28,17 @@ class Interrupted(BaseException):
         """Remember which signal it was."""
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+def _sent_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Send a signal again that arrived in a destructor or a weak reference's callback.
+
+    Python passes over what these raise. By the time of the next signal they are done.
+    """
+    if isinstance(unraisable.exc_value, Interrupted):
+        Timer(_AGAIN, os.kill, (os.getpid(), unraisable.exc_value.number)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 class Signals:
@@ -46,9 +60,11 @@ class Signals:
             n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN
         ]
         previous = {number: signal.signal(number, self._arrived) for number in numbers}
+        hook, sys.unraisablehook = sys.unraisablehook, _sent_again
         try:
             yield
         finally:
+            sys.unraisablehook = hook
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+import weakref
 
 import pytest
 
@@ -101,3 +103,26 @@ def test_a_process_that_ignored_interrupts_keeps_ignoring_them_and_handlers_come
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
     finally:
         signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_in_the_callback_of_a_weak_reference_is_not_lost(signals, number):
+    class Anything:
+        pass
+
+    one = Anything()
+    watch = weakref.ref(one, lambda _: send(number))  # Python passes over what it raises
+    del one
+    assert watch() is None
+    with pytest.raises(Interrupted) as caught:
+        time.sleep(5)
+    assert caught.value.number == number
+
+
+def test_other_errors_in_such_a_callback_are_told_as_ever(signals, capsys):
+    class Anything:
+        def __del__(self):
+            raise ValueError("told")
+
+    Anything()
+    assert "ValueError: told" in capsys.readouterr().err

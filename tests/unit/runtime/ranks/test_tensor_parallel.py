@@ -172,10 +172,17 @@ def test_logits_of_every_mixture_have_the_bits_of_one_process(
     assert equal(shared(tmp_path, 4, short_walk), expected)
 
 
+STATES = [
+    family
+    for family, config in LEAN_FAMILIES.items()
+    if "linear_attention" in (getattr(config, "layer_types", None) or ())
+]
+
+
 @exact
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("family", LEAN_FAMILIES)
+@pytest.mark.parametrize("family", [family for family in LEAN_FAMILIES if family not in STATES])
 def test_logits_of_all_that_the_lean_decoder_runs_have_the_bits_of_one_process(
     family, name, tmp_path, make_artifact, shared
 ):
@@ -243,6 +250,13 @@ def test_a_rank_reads_its_rows_of_every_expert(
             for held in (own, infos)
         ]
         assert experts[0] == {name: nbytes // 2 for name, nbytes in experts[1].items()}
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_models_with_states_are_refused_by_name(family, tmp_path, make_artifact):
+    make_artifact(tmp_path, LEAN_FAMILIES[family], PRESETS["FP8_DYNAMIC"])
+    with pytest.raises(UnsupportedError, match=r"^2 ranks share attention, not the gated delta"):
+        spans_of(open_folder(tmp_path, backend="auto", dtype=torch.float32), 2)
 
 
 def test_linears_within_one_that_share_a_block_of_scales_are_refused(tmp_path, make_artifact):
