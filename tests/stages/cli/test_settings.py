@@ -37,6 +37,7 @@ SPECIAL = {  # what a parsed option is given, and what a recipe then holds
     "transforms": ("auto", [{"smoothquant": {"alpha": "auto"}}]),
     "kv_cache": ("FP8:per_head", {"scheme": "FP8", "granularity": "per_head"}),
     "head": ("W4A16:hqq:64", {"scheme": "W4A16", "algorithm": "hqq", "group_size": 64}),
+    "mtp": ("W8A16:hqq", {"scheme": "W8A16", "algorithm": "hqq"}),
 }
 OPTIONS = [
     (verb, record, item)
