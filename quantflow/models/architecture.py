@@ -73,10 +73,12 @@ NEUTRAL = frozenset(
         "embedding_dropout",
         "resid_pdrop",
         "embd_pdrop",
+        "emb_pdrop",
         "router_aux_loss_coef",
         "pretraining_tp",
         # the tensors say it: a bias is added where there is one, and shapes are checked
         "intermediate_size",
+        "ffn_hidden_size",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "tie_word_embeddings",
@@ -107,6 +109,7 @@ class Heads:
         scale: factor of the scores.
         eps: epsilon of all norms.
         cap: scores become cap * tanh(score / cap); 0: they stay.
+        clip: queries, keys and values lie between -clip and clip; 0: they stay.
         whole_norms: norms of queries and keys are of all heads at once.
         latent: last features of the one kv head's keys that are its values too; 0: values apart.
         output_gate: a head's output is multiplied by the sigmoid of a gate of its own, which comes
@@ -121,6 +124,7 @@ class Heads:
     scale: float
     eps: float
     cap: float = 0.0
+    clip: float = 0.0
     whole_norms: bool = False
     latent: int = 0
     output_gate: bool = False
@@ -289,17 +293,14 @@ class UnsupportedDesign(Exception):
 class Keys:
     """The keys of a config.json; it remembers which were read."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        aliases: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Take a configuration, values for keys that it leaves out, and older names of keys.
+    def __init__(self, config: Mapping[str, Any], design: DecoderDesign) -> None:
+        """Take a configuration; the design has values for keys that it leaves out.
 
         Raises:
-            UnsupportedDesign: a key differs from its older name.
+            UnsupportedDesign: a key differs from another name of it.
         """
+        defaults, aliases = design.defaults, design.aliases
+        config = _flat(config, design.parts)
         for old, name in aliases.items():
             value = config.get(old)
             if value is not None and config.get(name) not in (None, value):
@@ -365,14 +366,29 @@ class Keys:
             )
         return value
 
-    def unread(self) -> list[str]:
-        """The keys that nothing here knows and that have a value."""
-        understood = self.read | NEUTRAL
-        return sorted(
-            key
-            for key, value in self._config.items()
-            if key not in understood and value is not None and not key.startswith(("_", "unsloth"))
-        )
+    def unread(self) -> dict[str, Any]:
+        """The keys that nothing here knows and that have a value, and that value."""
+        return {
+            key: value
+            for key, value in sorted(self._config.items())
+            if key not in self.read
+            and value is not None
+            and (leaf := key.rpartition(".")[2]) not in NEUTRAL
+            and not leaf.startswith(("_", "unsloth"))
+        }
+
+
+def _flat(config: Mapping[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """A configuration with the keys of its parts, and of tables in them, as `part.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        leaf = key.rpartition(".")[2]
+        if (key in parts or leaf != key) and isinstance(value, Mapping) and leaf not in NEUTRAL:
+            inner = {f"{key}.{name}": inside for name, inside in value.items()}
+            flat |= _flat(inner, parts)
+        else:
+            flat[key] = value
+    return flat
 
 
 def _window(keys: Keys) -> int:
@@ -482,12 +498,12 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
     if row is None or row.decoder is None:
         return f"it does not know the layers of {config.get('model_type')}"
     try:
-        keys = Keys(config, row.decoder.defaults, row.decoder.aliases)
+        keys = Keys(config, row.decoder)
         blueprint = _blueprint(row, row.decoder, keys)
     except UnsupportedDesign as reason:
         return str(reason)
-    if unread := keys.unread():
-        return f"it does not know what {unread[0]}={config[unread[0]]!r} of config.json does"
+    for key, value in keys.unread().items():
+        return f"it does not know what {key}={value!r} of config.json does"
     return blueprint
 
 
@@ -576,8 +592,9 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=scale,
-            eps=keys.number(design.eps_key),
+            eps=keys.number(design.eps_key) if design.eps is None else design.eps,
             cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
+            clip=0.0 if design.clip_key is None else keys.cap(design.clip_key),
             whole_norms=design.whole_qk_norms,
             latent=0 if latent is None else latent.features,
             output_gate=design.output_gate,
@@ -799,7 +816,13 @@ def _ropes(
     if not isinstance(parameters, dict):
         raise UnsupportedDesign(f"rope_parameters of config.json is {parameters!r}, no table")
     keys.read |= {"rope_scaling", "rope_parameters"}
-    theta, local_theta = keys.get("rope_theta"), keys.get("rope_local_base_freq")
+    theta, local_theta = keys.get(design.theta_key), keys.get("rope_local_base_freq")
+    other = parameters.get("rope_theta")
+    if design.theta_key != "rope_theta" and theta is not None and other not in (None, theta):
+        raise UnsupportedDesign(
+            f"{design.theta_key} of config.json is {theta!r}, and rope_theta of rope_parameters "
+            f"{other!r}"
+        )
     if design.partial_rope:
         theta = keys.get("rotary_emb_base") or theta
     nested = {

@@ -3,7 +3,9 @@
 Nothing here imports transformers' model code, which takes seconds.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers import __version__ as VERSION
@@ -51,10 +53,22 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             "repair config.json or download it again",
         ) from error
     _require_numbers(config, checkpoint.folder / "config.json")
+    _rotate_as_told_(config, checkpoint.config)
     if QUANTIZATION not in checkpoint.config:  # left over beside weights that are not quantized
         for part in (config, text_config(config)):
             vars(part).pop(QUANTIZATION, None)
     return config
+
+
+def _rotate_as_told_(config: PreTrainedConfig, told: Mapping[str, Any]) -> None:
+    """Set the base of the angles where transformers does not look for it in config.json (DBRX)."""
+    row = FAMILIES.get(str(told.get("model_type")))
+    part, _, key = ("" if row is None or row.decoder is None else row.decoder.theta_key).rpartition(
+        "."
+    )
+    inside = told.get(part)
+    if isinstance(inside, Mapping) and key in inside and told.get("rope_parameters") is None:
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": inside[key]}
 
 
 def _require_causal_lm(model_type: object, architectures: object) -> None:

@@ -82,6 +82,8 @@ class Mixture:
         shared_block: module inside a layer that holds them; None: the mixture's.
         routers: linears that decide which experts a token goes to, then how much the shared one
             counts; they are never quantized.
+        linear_router: the first of them is a linear of transformers' module too, not a module of
+            its own.
         correction: tensor inside the block that is added to the scores of experts where they are
             chosen, not where they are weighed (Wang et al. 2024, arXiv:2408.15664); None: nothing.
         correction_rows: axes of that tensor before the one of experts.
@@ -95,6 +97,7 @@ class Mixture:
     shared: tuple[str, ...] = ()
     shared_block: str | None = None
     routers: tuple[str, ...] = ("gate",)
+    linear_router: bool = False
     correction: str | None = None
     correction_rows: int = 0
     biased: bool = False
@@ -198,6 +201,7 @@ class DecoderDesign:
     Attributes:
         defaults: transformers' defaults of the keys of config.json that are read.
         aliases: older name of a key -> the key.
+        parts: keys whose tables hold keys of the model, which are read as `part.key`.
         supported_values: keys that may have this value alone, or be null.
         ignored_keys: keys that the family's own modules do not read.
         activation_aliases: activation in config.json -> the one that the family means by it.
@@ -207,6 +211,8 @@ class DecoderDesign:
         clamped_swiglu: the MLP is gate * sigmoid(swiglu_alpha gate) * (up + 1), with gate and up
             clamped at swiglu_limit.
         eps_key: key of the norms' epsilon.
+        eps: the norms' epsilon where no key says it; None: the key does.
+        norm_bias: norms that subtract the mean have a bias.
         normalized_experts: whether the weights of a token's experts are divided by their sum, or
             the key that says it.
         least_expert_sum: the least that they are divided by, or the key that says it.
@@ -226,6 +232,7 @@ class DecoderDesign:
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
+        theta_key: key of the base of the angles, which rope_parameters may say as well.
         grid_rope: rope_parameters say how the angles of an image's token are put together from
             three positions; those of text are equal, so it changes none.
         output_gate: the linear of queries also makes, after each head's query, a gate of as many
@@ -241,6 +248,8 @@ class DecoderDesign:
         scaled_embedding: a token's embedding is multiplied by hidden_size^0.5.
         parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
             it.
+        clip_key: key of the size at which queries, keys and values are clipped, behind norms of all
+            heads and before the rotation; None: they are not.
         whole_qk_norms: norms of queries and keys are of all heads at once, not of each.
         qk_norm_key: key that says whether queries and keys have norms; None: their names do.
         qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; `Mixture.biased` says
@@ -250,6 +259,7 @@ class DecoderDesign:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
     supported_values: Mapping[str, Any] = field(default_factory=dict)
     ignored_keys: frozenset[str] = frozenset()
     activation_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -258,6 +268,8 @@ class DecoderDesign:
     mlp_size_key: str | None = "intermediate_size"
     clamped_swiglu: bool = False
     eps_key: str = "rms_norm_eps"
+    eps: float | None = None
+    norm_bias: bool = True
     normalized_experts: bool | str = "norm_topk_prob"
     least_expert_sum: float | str = 0.0
     experts_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -273,6 +285,7 @@ class DecoderDesign:
     alibi: bool = False
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
+    theta_key: str = "rope_theta"
     grid_rope: bool = False
     output_gate: bool = False
     rotary_pairs: bool | str = False
@@ -283,6 +296,7 @@ class DecoderDesign:
     multipliers: bool = False
     scaled_embedding: bool = False
     parallel_residual: bool | str = False
+    clip_key: str | None = None
     whole_qk_norms: bool = False
     qk_norm_key: str | None = None
     qkv_bias: BiasFlag = ("attention_bias", False)
@@ -331,7 +345,8 @@ class FamilyRow:
         mixture: mixture of experts in the layers that config.json makes sparse; None in a dense
             family.
         gated: the MLP is activation(gate) * up, else activation(up).
-        centered: norms subtract the mean and have a bias (LayerNorm), else neither (RMSNorm).
+        centered: norms subtract the mean and have a bias (LayerNorm), else neither (RMSNorm); there
+            is no bias where `DecoderDesign.norm_bias` says so.
         unit_offset: norms multiply by 1 + their weight, so no factor can be folded into it.
         by_head: rows of the one linear of queries, keys and values come head by head: its query,
             its key, its value.
@@ -725,9 +740,73 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                         "num_experts": 64,
                         "num_experts_per_tok": 8,
                     },
-                    supported_values={"clip_qkv": None},
                     expert_size_key="intermediate_size",
+                    clip_key="clip_qkv",
                     whole_qk_norms=True,
+                ),
+            ),
+            # Its experts lie in three tensors. The graph's names are those of the linears.
+            FamilyRow(
+                model_type="dbrx",
+                architecture="DbrxForCausalLM",
+                names=PartNames(
+                    qkv=("norm_attn_norm.attn.Wqkv",),
+                    output="norm_attn_norm.attn.out_proj",
+                    attention_norm="norm_attn_norm.norm_1",
+                    mlp_norm="norm_attn_norm.norm_2",
+                    layers="transformer.blocks",
+                    embedding="transformer.wte",
+                    norm="transformer.norm_f",
+                ),
+                mixture=Mixture(
+                    block="ffn",
+                    place="ffn",
+                    linears=("w1", "v1", "w2"),
+                    routers=("router.layer",),
+                    linear_router=True,
+                ),
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "num_key_value_heads": 1,
+                        "ffn_config.ffn_act_fn.name": "silu",
+                        "ffn_config.ffn_hidden_size": 3584,
+                        "ffn_config.moe_num_experts": 4,
+                        "ffn_config.moe_top_k": 1,
+                        "ffn_config.moe_normalize_expert_weights": 1.0,
+                        "max_position_embeddings": 2048,
+                    },
+                    aliases={
+                        "n_layers": "num_hidden_layers",
+                        "n_heads": "num_attention_heads",
+                        "d_model": "hidden_size",
+                        "max_seq_len": "max_position_embeddings",
+                        "attn_config.kv_n_heads": "num_key_value_heads",
+                    },
+                    parts=("attn_config", "ffn_config"),
+                    supported_values={"ffn_config.moe_normalize_expert_weights": 1.0},
+                    # of training, and the width of the model once more, which no module reads
+                    ignored_keys=frozenset(
+                        {
+                            "attn_config.attn_pdrop",
+                            "ffn_config.hidden_size",
+                            "ffn_config.moe_jitter_eps",
+                            "ffn_config.moe_loss_weight",
+                        }
+                    ),
+                    activation_key="ffn_config.ffn_act_fn.name",
+                    eps=1e-5,
+                    norm_bias=False,
+                    normalized_experts="ffn_config.moe_normalize_expert_weights",
+                    experts_keys=("ffn_config.moe_num_experts",),
+                    chosen_key="ffn_config.moe_top_k",
+                    expert_size_key="ffn_config.ffn_hidden_size",
+                    sparse_layers=SparseLayers.ALL_LAYERS,
+                    theta_key="attn_config.rope_theta",
+                    clip_key="attn_config.clip_qkv",
+                    qkv_bias=False,
+                    output_bias=False,
                 ),
             ),
             # Its checkpoint has one tensor for gate and up of all experts, row by row in turns. The

@@ -115,12 +115,13 @@ class ListedTensors:
         norms = {
             f"{name}.{leaf}": (width,)
             for name, width in _norms(blueprint, keys)
-            for leaf in (("weight", "bias") if row.centered else ("weight",))
+            for leaf in (("weight", "bias") if row.centered and design.norm_bias else ("weight",))
         }
         embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
         others = dict(_others(blueprint))
         self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms, **others}
-        if row.traced:  # what chooses experts is no linear there, but a module of its own
+        if row.traced and not (row.mixture and row.mixture.linear_router):
+            # what chooses experts is no linear there, but a module of its own
             for name in _routers(blueprint):
                 del self._linears[name]
 
@@ -188,7 +189,7 @@ def listed(config: Mapping[str, Any]) -> ListedTensors | None:
     if not _is_causal_lm(row, config.get("architectures")):
         return None
     try:
-        keys = Keys(config, row.decoder.defaults, row.decoder.aliases)
+        keys = Keys(config, row.decoder)
         return ListedTensors(row, row.decoder, blueprint, keys)
     except UnsupportedDesign:
         return None

@@ -154,6 +154,7 @@ typedef struct {
     float scale;     /* factor of scores */
     float eps;       /* epsilon of norms */
     float cap;       /* scores become cap * tanh(score / cap); 0: they stay */
+    float clip;      /* queries, keys and values lie between -clip and clip; 0: they stay */
     float residual;  /* factor of what a branch adds */
     float alpha, limit; /* of CLAMPED_SWIGLU */
 } Step;
@@ -161,7 +162,7 @@ typedef struct {
 /* The promises that every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys);
-    CHECK(!(s->latent && s->output_gate));
+    CHECK(!(s->latent && s->output_gate) && !(s->clip && (s->latent || s->output_gate)));
     CHECK(s->latent >= 0 && s->latent <= s->head_dim && s->latent % LANES == 0 &&
           !s->latent == !!l->values);
     CHECK(!l->rotary_dim || (l->cos && l->sin));
@@ -1033,6 +1034,9 @@ static void rope_store_column(const void *context, int64_t at) {
         apply_norm(l->k_norm, x + s->query_heads * dim, x + s->query_heads * dim,
                    s->kv_heads * dim, s->eps, s->centered);
     }
+    if (s->clip)
+        for (int64_t i = 0; i < width; i += LANES)
+            *(vf *)(x + i) = larger(smaller(*(vf *)(x + i), splat(s->clip)), splat(-s->clip));
     for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++, x += dim) {
         if (!s->whole_norms)
             apply_norm(h < s->query_heads ? l->q_norm : l->k_norm, x, x, dim, s->eps,
@@ -1065,7 +1069,7 @@ static void rope_store_column(const void *context, int64_t at) {
     }
 }
 
-/* Apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
+/* Clip, apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
  * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim], without the values where
  * the keys hold them, and with a gate for each query head behind them where there are gates */
 void rope_store(const Step *s, const Layer *l, float *qkv) {
@@ -1704,7 +1708,7 @@ const struct field *structure_fields(void) {
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
         FIELD(Step, latent), FIELD(Step, output_gate), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
-        FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), FIELD(Step, alpha),
+        FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, clip), FIELD(Step, residual), FIELD(Step, alpha),
         FIELD(Step, limit), END(Step),
         {NULL, NULL, 0, 0},
     };

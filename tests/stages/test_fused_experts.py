@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from quantflow.models.family import FAMILIES
 from quantflow.models.open import graph_for
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
@@ -76,8 +77,15 @@ def test_the_artifact_runs_as_transformers_with_its_weights(family, scheme, tmp_
             for opened in (load, load_offloaded)
         )
     assert torch.equal(found, from_disk)
-    if scheme == "W4A16":  # the other rounds inputs too, between the products of an expert
-        assert (found - expected).norm() < 1e-5 * expected.norm()
+    # the other rounds inputs too, between the products of an expert
+    near = 1e-5 if scheme == "W4A16" else 2e-2
+    if scheme == "W4A16":
+        assert (found - expected).norm() < near * expected.norm()
+    if family in FAMILIES:
+        lean = load(tmp_path / "a", decoder="lean", backend="reference").decoder
+        lean.begin(rows=1, capacity=IDS.shape[1])
+        ours = lean.forward(IDS, last_only=False)
+        assert (ours - found).norm() < near * found.norm()
 
 
 def put_into_(model, artifact):

@@ -56,13 +56,19 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
         ):
             assert CONFIG_MAPPING[family](use_sliding_window=True).sliding_window == value
         else:
-            assert getattr(theirs, key) == value, key
+            found = theirs
+            for name in key.split("."):
+                found = found[name] if isinstance(found, dict) else getattr(found, name)
+            assert found == value, key
 
 
 def runs(family):
     """What a configuration says where the family's defaults are another design's."""
     if DECODED[family].delta is not None:
         return {"layer_types": ["linear_attention", "full_attention"]}
+    if family == "dbrx":  # its modules do not run without these keys
+        attention = {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}
+        return {"d_model": 64, "attn_config": attention}
     return {"layer_types": ["attention"] * 2} if family == "granitemoehybrid" else {}
 
 
@@ -70,7 +76,7 @@ def runs(family):
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
     # every head of multi-head latent attention has keys of its own
     heads = 4 if DECODED[family].latent else 2
-    few = {} if family in ("gpt_neox", "bloom") else {"num_key_value_heads": heads}
+    few = {} if family in ("gpt_neox", "bloom", "dbrx") else {"num_key_value_heads": heads}
     # transformers' default is no number
     few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else runs(family)
     theirs = CONFIG_MAPPING[family](**SIZES, **few)
@@ -112,6 +118,56 @@ def test_the_products_are_the_groups_of_the_graph(family):
     for group in ours:
         # linears that are one product share an input
         assert any(set(group) <= set(other) for other in theirs)
+
+
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 6144,
+    "n_heads": 48,
+    "n_layers": 40,
+    "max_seq_len": 32768,
+    "vocab_size": 100352,
+    "emb_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "ffn_config": {
+        "ffn_hidden_size": 10752,
+        "model_type": "",
+        "moe_jitter_eps": 0,
+        "moe_loss_weight": 0.05,
+        "moe_num_experts": 16,
+        "moe_top_k": 4,
+    },
+}
+
+
+def test_keys_in_tables_of_config_json_are_read():
+    found = read(DBRX)
+    assert isinstance(found, Blueprint), found
+    heads, routing = found.heads, found.routing
+    assert (heads.num_kv_heads, heads.head_dim, heads.clip, heads.eps) == (8, 128, 8.0, 1e-5)
+    assert (routing.experts, routing.chosen, routing.normalized) == (16, 4, True)
+    assert (found.ropes[0].parameters["rope_theta"], found.positions) == (500000, 32768)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "why"),
+    [
+        ("attn_config", "scale", 2.0, "it does not know what attn_config.scale=2.0 of config.json"),
+        ("ffn_config", "moe_normalize_expert_weights", 2.0, "not 2.0"),
+        ("attn_config", "clip_qkv", -1, "attn_config.clip_qkv of config.json is -1, not positive"),
+        ("attn_config", "kv_n_heads", 7, "7 heads of keys and values do not divide 48 heads"),
+    ],
+)
+def test_a_key_in_a_table_is_a_no_with_its_name(part, key, value, why):
+    assert why in read(DBRX | {part: DBRX[part] | {key: value}})
+
+
+def test_two_bases_of_the_angles_are_a_no():
+    table = {"rope_type": "default", "rope_theta": 10000.0}
+    assert read(DBRX | {"rope_parameters": table}) == (
+        "attn_config.rope_theta of config.json is 500000, and rope_theta of rope_parameters 10000.0"
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def configurations(family):
     """Configurations of a family: its defaults, and every combination of its flags."""
     theirs = CONFIG_MAPPING[family]
     has = theirs().to_dict()
-    keys = [key for key in FLAGS if key in has]
+    keys = [key for key in FLAGS if key in has and family != "dbrx"]  # which is never tied
     sizes = {
         key: value for key, value in (SIZES | HEADS | SPARSE).items() if key in SIZES or key in has
     }
@@ -62,6 +62,9 @@ def configurations(family):
     if FAMILIES[family].delta is not None:
         sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}
+    if family == "dbrx":
+        heads = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
+        sizes |= {"d_model": SIZES["hidden_size"], "attn_config": heads}
     if family == "granitemoehybrid":
         sizes |= {"layer_types": ["attention"] * SIZES["num_hidden_layers"]}
         yield theirs(**sizes | {"num_local_experts": 0}), {}

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
@@ -230,6 +231,22 @@ def mixture(model_type: str, architecture: str, **more):
     return CONFIG_MAPPING[model_type](**sizes, architectures=[architecture])
 
 
+def dbrx(*, clip: float = 0.5, **ffn):
+    """The configuration of a small DBRX."""
+    return DbrxConfig(
+        **PAD,
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        vocab_size=96,
+        attn_config={"kv_n_heads": 2, "clip_qkv": clip, "rope_theta": 500000.0},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 3, **ffn},
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        architectures=["DbrxForCausalLM"],
+    )
+
+
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3}
 FAMILIES |= {
@@ -318,6 +335,11 @@ FAMILIES |= {
         attention_bias=True,
         lm_head_bias=True,
         router_jitter_noise=0.4,
+    ),
+    "olmoe, clipped": mixture("olmoe", "OlmoeForCausalLM", num_experts=4, clip_qkv=0.8),
+    "dbrx, clipped": dbrx(),
+    "dbrx, weights of experts as they are": dbrx(
+        clip=8, moe_normalize_expert_weights=None, ffn_act_fn={"name": "gelu"}
     ),
     # released configurations of DeepSeek V2 Lite, V2, V3 and Kimi K2, made small
     "deepseek_v2, queries as they are": DeepseekV2Config(
@@ -857,7 +879,9 @@ def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
     assert len(everywhere) == 31 and torch.equal(everywhere[[10, 30]], found)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss, sinks and a gate that is clamped"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "gpt_oss, sinks and a gate that is clamped", "dbrx, clipped"]
+)
 def test_a_sequence_of_a_mixture_has_the_same_bits_alone_and_beside_others(
     family, tmp_path, make_artifact
 ):
