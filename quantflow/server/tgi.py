@@ -201,16 +201,19 @@ async def _streamed(site: Site, body: GenerateBody) -> EventStream:
 
 async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
     parameters = body.parameters
-    asked = asked_by(body.parameters, streams=True)
     try:
         adapter = site.models.adapter(parameters.adapter_id)
         async with (
             site.models.using(parameters.adapter_id) as model,
-            site.answering(lambda: _begin(site, model, asked, body, adapter=adapter)) as answer,
+            site.answering(
+                lambda: _begin(
+                    site, model, asked_by(parameters, streams=True), body, adapter=adapter
+                )
+            ) as answer,
         ):
             async for piece in answer.pieces(0):
                 yield json.dumps(
-                    _event(site, body, answer, piece, tops=bool(asked.top_n_tokens)),
+                    _event(site, body, answer, piece, tops=bool(parameters.top_n_tokens)),
                     ensure_ascii=False,
                 )
     except Refused as refused:

@@ -238,3 +238,24 @@ def test_lists_that_each_step_reads_are_bounded():
     for fields, told in (({"bad_words": ["x" * 501]}, "500"), ({"bad_words": [""]}, "empty")):
         with pytest.raises(Refused, match=told):
             check(asked_by(body_of("prompt", **fields)), Limits(), text="hi")
+
+
+TWO_CONSTRAINTS = {"ebnf": "root ::= 'a'", "guided_regex": "a"}
+TWO_LIMITS = {"truncate": 0, "truncate_prompt_tokens": 1}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/generate_stream", {"inputs": "a", "parameters": TWO_CONSTRAINTS}, "one constraint is"),
+        ("/generate_stream", {"inputs": "a", "parameters": TWO_LIMITS}, "`truncate` = 0"),
+        ("/", {"inputs": "a", "parameters": TWO_CONSTRAINTS}, "one constraint is"),
+        ("/v1/completions", {"prompt": "a", **TWO_CONSTRAINTS}, "one constraint is"),
+        ("/v1/chat/completions", {**CHAT, **TWO_CONSTRAINTS}, "one constraint is"),
+    ],
+)
+def test_a_stream_of_a_body_that_says_two_things_says_what_is_wrong(server, path, body, told):
+    answer = server.post(path, {**body, "stream": True})
+    assert told in answer.body.decode()
+    assert answer.status == (422 if path.startswith("/v1") else 200)  # TGI has an event
