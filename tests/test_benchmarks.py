@@ -885,8 +885,8 @@ def test_a_soak_names_what_a_server_did_not_keep(part):
         faults=["generate: 500: b''"],
     )
     left = kept | {"pool_used": 2.0, "submitted": 6.0}
-    assert soak.judge(level, kept, seconds=1000, growth=0.05) == []
-    faults = soak.judge(grown, left, seconds=1000, growth=0.05)
+    assert soak.judge(level, kept, seconds=1000, growth=0.1) == []
+    faults = soak.judge(grown, left, seconds=1000, growth=0.1)
     assert faults[0] == "generate: 500: b''" and "pool_used is 2 at the end" in faults
     assert (
         any(text.startswith("requests: ") for text in faults)

@@ -35,7 +35,7 @@ _FOLDER = Path("/dev/shm")
 _ORDERED = ("x86_64", "AMD64")
 _LINE, _ROOM = 64, 1 << 20  # bytes between two counters, and of a rank's part
 _NAME = 64  # bytes of a file's name, padded
-_LOOK = 2e-4  # seconds; benchmarks/busy.py compares
+_LOOK = 2e-4  # seconds, as the threads of quantflow/backends/team.c
 _LOOKS = 16  # between two looks at the clock
 _SLEEP = 0.2  # seconds after which a sleeper checks that the other rank still lives
 # <sys/syscall.h> of x86-64, <linux/futex.h>

@@ -586,8 +586,8 @@ def test_without_json_several_texts_stand_between_blank_lines(artifact, generate
 def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, message):
     assert run("generate", artifact, *options) == 2
     # some are found when the model is there, below the line that says its threads
-    told = [line for line in capsys.readouterr().err.splitlines() if "threads: " not in line]
-    assert told[0].startswith(f"error: {message}")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "threads: " not in line]
+    assert lines[0].startswith(f"error: {message}")
 
 
 def test_the_flags_make_the_job_that_they_name():

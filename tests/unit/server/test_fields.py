@@ -246,7 +246,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "expected"),
     [
         ("/generate_stream", {"inputs": "a", "parameters": TWO_CONSTRAINTS}, "one constraint is"),
         ("/generate_stream", {"inputs": "a", "parameters": TWO_LIMITS}, "`truncate` = 0"),
@@ -255,7 +255,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("/v1/chat/completions", {**CHAT, **TWO_CONSTRAINTS}, "one constraint is"),
     ],
 )
-def test_a_stream_of_a_body_that_says_two_things_says_what_is_wrong(server, path, body, told):
+def test_a_stream_of_a_body_that_says_two_things_says_what_is_wrong(server, path, body, expected):
     answer = server.post(path, {**body, "stream": True})
-    assert told in answer.body.decode()
+    assert expected in answer.body.decode()
     assert answer.status == (422 if path.startswith("/v1") else 200)  # TGI has an event
