@@ -5,9 +5,17 @@ this one not, are refused by name (fields.py). Unknown fields are ignored, as bo
 them. `openapi.py` describes these classes.
 """
 
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quantflow.server.errors import invalid
@@ -23,6 +31,7 @@ NewTokens = Annotated[int, Field(strict=True, ge=-1, le=2**32 - 1)]  # -1: as ma
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 MOST_TOOLS = 1024  # of a request, and calls of a message
+MOST_INSTANCES = 1024  # of a request
 # a list whose first mistake is told: no others are collected
 Many = Annotated[list[Item], Field(fail_fast=True)]
 
@@ -33,13 +42,13 @@ def _in_turn(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """A mapping to numbers; the first other value is refused, and no others are collected."""
-    if isinstance(value, dict):
-        for key, number in value.items():
-            if number is True or not isinstance(number, int | float):
-                raise PydanticCustomError(
-                    "number", "{key}: Input should be a number", {"key": key[:40]}
-                )
+    """A mapping to numbers or false, read in Python: pydantic would keep all other threads out."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("mapping", "Input should be an object")
+    for key, number in value.items():
+        finite = isinstance(number, int) or (isinstance(number, float) and isfinite(number))
+        if number is True or not finite:
+            raise PydanticCustomError("number", "{key}: Input should be a number", {"key": key[:40]})
     return value
 
 
@@ -90,6 +99,9 @@ class StructuredOutputs(Body):
 
 
 Bias = Number | Literal[False]  # false: never
+BiasByToken = Annotated[
+    dict[str, Any], PlainValidator(_numbers, json_schema_input_type=dict[str, Bias])
+]
 
 
 class Asking(Body):
@@ -108,9 +120,7 @@ class Asking(Body):
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     no_repeat_ngram_size: U32 | None = None
-    logit_bias: (
-        Annotated[dict[str, Bias], BeforeValidator(_numbers)] | Many[tuple[U32, Bias]] | None
-    ) = None
+    logit_bias: BiasByToken | Many[InTurn[tuple[U32, Bias]]] | None = None
     bad_words: Many[str] | None = None
     allowed_token_ids: Many[U32] | None = None
     truncate: U64 | None = None
@@ -192,7 +202,7 @@ class CompatBody(GenerateBody):
 class VertexBody(Body):
     """Prompts of Vertex."""
 
-    instances: Many[InTurn[VertexInstance]]
+    instances: Annotated[Many[InTurn[VertexInstance]], Field(max_length=MOST_INSTANCES)]
 
 
 class FunctionCall(Body):
@@ -325,7 +335,7 @@ class CompletionBody(OpenAIBody):
 
     place = "completions"
 
-    prompt: str | Many[str] | Many[I64] | Many[InTurn[Many[I64]]]
+    prompt: str | Many[str] | Many[InTurn[I64]] | Many[InTurn[Many[I64]]]
     best_of: U32 | None = None
     echo: Flag | None = False
     logprobs: U32 | None = None

@@ -500,5 +500,5 @@ def _bias(bias: Bias, vocab_size: int) -> dict[int, float]:
             raise invalid(f"`logit_bias`: {name[:20]!r} is not one of {vocab_size} tokens")
         if value is not False and not -100 <= value <= 100:
             raise invalid("`logit_bias` must be >= -100.0 and <= 100.0")
-        by_token[int(name)] = -math.inf if value is False else value
+        by_token[int(name)] = -math.inf if value is False else float(value)
     return by_token

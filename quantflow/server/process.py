@@ -38,6 +38,9 @@ from quantflow.server.site import Site
 
 BACKLOG = 2048  # connections that wait to be accepted
 REFUSED = {431: "headers_too_large", 501: "not_implemented"}
+NEVER = 1_000_000_000  # small collections before a large one
+TICKS = 600  # of uvicorn, a tenth of a second each, between two collections where nothing runs
+BUSY_TICKS = 10 * TICKS  # the same, of a server that always has work
 DEAD_SECONDS = 2.0  # time of 503 at /health before the process ends
 
 
@@ -139,7 +142,7 @@ def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
         timeout_graceful_shutdown=max(1, round(job.drain_seconds)) if job.drain_seconds else 0,
         backlog=BACKLOG,
     )
-    return OrderlyServer(config, site.models, progress)
+    return OrderlyServer(config, site, progress)
 
 
 def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Progress) -> None:
@@ -164,22 +167,26 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
 
 
 def keep_heap() -> None:
-    """Take all objects of the start out of garbage collection.
+    """Take all objects of the start out of garbage collection, and the rest out of large ones.
 
-    There are some 200,000, of torch and transformers. A collection would stop every thread for 0.1
-    s and more while it walks them, and large bodies make it collect.
+    A collection stops every thread while it walks the objects that are old enough. The start leaves
+    some 200,000, of torch and transformers, and a large body or answer makes as many again: 0.1 s,
+    several times a request, since many new objects start a collection. So a large one comes at a
+    time of its own (`OrderlyServer.on_tick`); the small ones, of new objects, stay.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], NEVER)
 
 
 class OrderlyServer(uvicorn.Server):
     """A uvicorn server that signals end with exit code 0, and that a dead engine ends."""
 
-    def __init__(self, config: uvicorn.Config, models: Models, progress: Progress) -> None:
-        """Keep the models whose engines are watched."""
+    def __init__(self, config: uvicorn.Config, site: Site, progress: Progress) -> None:
+        """Keep the site, whose engines are watched."""
         super().__init__(config)
-        self._models, self._progress = models, progress
+        self._models, self._admission = site.models, site.service.admission
+        self._progress = progress
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -198,7 +205,10 @@ class OrderlyServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def on_tick(self, counter: int) -> bool:
-        """End when an engine has died, a little later than /health says so."""
+        """End when an engine has died, a little later than /health says so; collect garbage."""
+        every = BUSY_TICKS if self._admission.rows else TICKS
+        if counter and counter % every == 0:
+            gc.collect()
         if self._models.failed is not None:
             await asyncio.sleep(DEAD_SECONDS)
             self.should_exit = True

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+import uvicorn
 
 from quantflow.server import process
 from quantflow.server.app import endpoints
@@ -175,8 +176,10 @@ def turns(serve):
         patch.setattr(process, "OrderlyServer", type("S", (OrderlyServer,), {"on_tick": on_tick}))
         with serve(limits=Limits(max_concurrent_requests=8)) as server:
             server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1})
+            usual = gc.get_threshold()
             process.keep_heap()  # as the process does
             yield server, lambda: Turns(loops[-1])
+    gc.set_threshold(*usual)
     gc.unfreeze()
 
 
@@ -218,6 +221,43 @@ def test_the_loop_goes_on_beside_the_largest_bodies(turns, path, name):
 
 def test_every_route_that_takes_a_body_is_among_them():
     assert {route.path for route in endpoints() if route.body is not None} == set(BODIES)
+
+
+@contextmanager
+def large_collections():
+    """The large garbage collections during the block: each stops all threads of the process."""
+    found = []
+
+    def seen(phase, info):
+        if phase == "start" and info["generation"] == 2:
+            found.append(info)
+
+    gc.callbacks.append(seen)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(seen)
+
+
+@pytest.mark.parametrize("path", WORST)
+def test_a_large_body_starts_no_large_collection_of_garbage(turns, path):
+    server, _ = turns
+    with large_collections() as found:
+        assert server.ask("POST", path, BODIES[path][WORST[path]]()).status < 500
+    assert not found
+
+
+@pytest.mark.parametrize(("rows", "ticks"), [(0, process.TICKS), (3, process.BUSY_TICKS)])
+def test_garbage_is_collected_at_its_time(turns, monkeypatch, rows, ticks):
+    server, _ = turns
+    monkeypatch.setattr(server.site.service.admission, "rows", rows)
+    idle = OrderlyServer(uvicorn.Config(None), server.site, None)
+    with large_collections() as found:
+        asyncio.run(idle.on_tick(ticks - 1))
+        asyncio.run(idle.on_tick(0))
+        assert not found
+        asyncio.run(idle.on_tick(ticks))
+    assert len(found) == 1
 
 
 @contextmanager
