@@ -1,7 +1,7 @@
 """The verb `export`, stage 4.
 
-Reads    a finished quantize folder and its model; format inc a measurement, format gguf a model or
-         an artifact
+Reads    a finished quantize folder and its model; formats inc and imatrix a measurement,
+         format gguf a model or an artifact
 Writes   <o>, which appears at once, and <o>.log
 Resumes  a finished result of the same inputs is left alone; an unfinished one starts again
 Fails    2 an unknown format; 3 unfinished, foreign or ununified input; 5 the folder is held; 7 the
@@ -54,14 +54,15 @@ def command(
 ) -> None:
     """Stage 4: write an artifact and prove it in a fresh process.
 
-    QUANTIZED is the folder of quantize, or of unify after it. Format inc writes Gaudi's files of a
-    MEASUREMENT. Format gguf writes llama.cpp's file of a MODEL, or of an artifact's dequantized
-    weights. Of a MODEL without --format the tensors are written as they are, in files of
-    --shard-size.
+    QUANTIZED is the folder of quantize, or of unify after it. Of a MEASUREMENT format inc writes
+    Gaudi's files, and format imatrix llama.cpp's importance matrix. Format gguf writes llama.cpp's
+    file of a MODEL, or of an artifact's dequantized weights. Of a MODEL without --format the
+    tensors are written as they are, in files of --shard-size.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export
              quantflow export work/1-measure -o work/gaudi --format inc --device gaudi2
+             quantflow export work/1-measure -o work/imatrix --format imatrix --model ./llama
              quantflow export ./llama -o work/gguf --format gguf --dtype bf16
              quantflow export ./llama -o small-files --shard-size 500MB
     """

@@ -27,7 +27,7 @@ entry = Quantize(name="a", scheme="W4A16", algorithm="rtn_weighted", group_size=
 text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
 measured = measure("llama", "m", calibration=text, entries=(entry,)).folder
 (statistics,) = measured.rglob("statistics.safetensors")
-assert any(name.endswith("|power_sum") for name in load_file(statistics))
+assert any(name.endswith("|root_sum") for name in load_file(statistics))
 quantize("llama", "q", entry=entry, measurement=measured)
 """,
     "family": """

@@ -3,8 +3,9 @@
 A few large weights make the step of a whole group coarse. A clip, a range cut a little short, costs
 them something and gives all others a finer step; with float8, a wider range moves the points
 towards the weights. The multiple that makes the sum of squared errors smallest is searched for each
-scale by itself (quantflow/numerics/grid.py). It uses the weights alone and reads no statistics;
-gptq does the same with errors weighted by the inputs. Source: Choukroun et al. 2019,
+scale by itself (quantflow/numerics/grid.py). It uses the weights alone and needs no statistics;
+gptq does the same with errors weighted by the inputs. Where an importance matrix is given, errors
+here are weighted by it too, as llama.cpp's quantizer has it. Source: Choukroun et al. 2019,
 arXiv:1902.06822, which chooses ranges by the mean squared error.
 """
 
@@ -21,6 +22,8 @@ from quantflow.core.support import SHARED_SCALE, Supports
 from quantflow.errors import SchemeError
 from quantflow.numerics.grid import either_sign, weight_grids
 from quantflow.numerics.rounding import rounded
+
+IMPORTANCE = "importance"  # of each input, [I]; given by an importance matrix, never measured
 
 NAME: str = "rtn_mse"
 NEEDS: tuple[str, ...] = ()
@@ -60,7 +63,7 @@ def quantize_group(
     Args:
         weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
         scheme: its `weights` are per channel, per group or per block.
-        statistics: not read.
+        statistics: IMPORTANCE alone is read, [I] at least zero; without it all inputs count alike.
         scale_dtype: dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
         in_place: not read.
@@ -74,7 +77,7 @@ def quantize_group(
         SchemeError: the scheme's weights share one scale, or group_size does not divide
             in_features.
     """
-    del statistics, in_place  # the signature is every algorithm's
+    del in_place  # the signature is every algorithm's
     if scheme.weights.granularity == "per_tensor":
         raise SchemeError(
             f"scheme {scheme.name}: rtn_mse with one scale per tensor",
@@ -84,12 +87,13 @@ def quantize_group(
         return {}
     first = next(iter(weights.values()))
     alike = torch.ones(first.shape[-1], device=first.device)
+    importance = statistics.get(IMPORTANCE, alike).to(first.device)
     sign = either_sign(scheme)
     grids = weight_grids(
         weights,
         scheme.weights,
         scale_dtype=scale_dtype,
-        importance=alike,
+        importance=importance,
         either_sign=sign,
         workers=workers,
     )

@@ -111,6 +111,12 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             options=("device", "scale_method"),
             module="quantflow.exporting.gaudi_export",
         ),
+        "imatrix": Exporter(
+            takes="a measurement with mean_square or hessian, and its model",
+            reader="llama-quantize, and `quantize --imatrix` here",
+            options=(),
+            module="quantflow.exporting.imatrix_export",
+        ),
         "gguf": Exporter(
             takes="a model as it is, or an artifact: in llama.cpp's types or MXFP4 where it was "
             "quantized to them, else dequantized",

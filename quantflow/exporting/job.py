@@ -29,8 +29,8 @@ class ExportJob:
 
     Attributes:
         source: a finished quantize folder, or an artifact that has its quantize folder beside it;
-            format inc takes a measurement, format gguf a model or an artifact, other formats a
-            quantized folder.
+            formats inc and imatrix take a measurement, format gguf a model or an artifact, other
+            formats a quantized folder.
         output: the folder that is written.
         options: format, size of a weight file, and what only some formats know.
         model: the source model; None reads it where quantize did.

@@ -15,6 +15,7 @@ statistic of no observer is refused.
 | channel_amax | channel_amax [C]              | exact, in any order             |
 | min_max      | min_val [C], max_val [C]      | exact, in any order             |
 | mean_abs     | abs_sum [C], count []         | sums in rank order, count exact |
+| mean_square  | power_sum [C], count []       | sums in rank order, count exact |
 | histogram    | counts [514]                  | exact, in any order             |
 | hessian      | hessian_sum [K, K], count []  | sums in rank order, count exact |
 | fisher       | square_sum [C], count []      | sums in rank order, count exact |
@@ -38,6 +39,7 @@ from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.histogram import HistogramObserver
 from quantflow.observers.mean_abs import MeanAbsObserver
+from quantflow.observers.mean_square import MeanSquareObserver
 from quantflow.observers.min_max import MinMaxObserver
 
 
@@ -91,6 +93,7 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
         ChannelAmaxObserver.NAME: ChannelAmaxObserver,
         MinMaxObserver.NAME: MinMaxObserver,
         MeanAbsObserver.NAME: MeanAbsObserver,
+        MeanSquareObserver.NAME: MeanSquareObserver,
         HistogramObserver.NAME: HistogramObserver,
         HessianObserver.NAME: HessianObserver,
         FisherObserver.NAME: FisherObserver,

@@ -3,9 +3,9 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, scale_method,
-                   scale_arithmetic, input_observer, transforms, ignore, overrides, linears,
-                   signround: {iterations, sequences, start}, tune: {steps, sequences},
+    quantize:    [{name, scheme, algorithm, imatrix, group_size, float8, scale_rounding,
+                   scale_method, scale_arithmetic, input_observer, transforms, ignore, overrides,
+                   linears, signround: {iterations, sequences, start}, tune: {steps, sequences},
                    kv_cache: {scheme, granularity}, head: {scheme, algorithm, group_size},
                    mtp: {scheme, algorithm, group_size},
                    quantized_inputs, experts, expert_tokens, target_bpw, max_kld, bits_of,
@@ -363,6 +363,13 @@ class Quantize:
         "--algorithm",
         help="rtn, rtn_mse, hqq, gptq, yaqa, signround, good or best (default: the scheme's).",
     )
+    imatrix: str | None = _for_quantize(
+        None,
+        "--imatrix",
+        metavar="FILE",
+        help="llama.cpp's importance matrix in place of a measurement, for --algorithm rtn_mse, "
+        "which is then the default.",
+    )
     group_size: int | None = setting(
         None,
         "--group-size",
@@ -593,8 +600,8 @@ class Export:
         "compressed-tensors",
         "--format",
         help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, "
-        "mxfp4, ipex or openvino: for other programs, gguf: for llama.cpp, dequantized, or inc: "
-        "Gaudi's files of a measurement.",
+        "mxfp4, ipex or openvino: for other programs, gguf: for llama.cpp, dequantized; of a "
+        "measurement inc: Gaudi's files, or imatrix: llama.cpp's importance matrix.",
     )
     shard_size: str = _for_export(
         "4GiB", "--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB)."

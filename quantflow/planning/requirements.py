@@ -10,6 +10,7 @@ from quantflow.algorithms import (
     COMBINATIONS,
     LEARNING,
     Combination,
+    rtn_mse,
     supports_of,
 )
 from quantflow.core.scheme import (
@@ -167,7 +168,8 @@ def override_of(entry: Quantize, override: Override | HeadSettings | MtpSettings
 def algorithm_of(entry: Quantize) -> str:
     """The algorithm that quantizes linears that share an input, a key of ALGORITHMS.
 
-    The entry names it, or its scheme has a usual one. A combination chooses one of the others; an
+    The entry names it, or its scheme has a usual one; beside an importance matrix the usual one is
+    rtn_mse, which reads it. A combination chooses one of the others; an
     algorithm that learns starts from one.
 
     Raises:
@@ -175,7 +177,8 @@ def algorithm_of(entry: Quantize) -> str:
     """
     scheme = preset(entry.scheme)
     learned = learned_of(entry)
-    algorithm = entry.algorithm or scheme.algorithm
+    usual = scheme.algorithm if entry.imatrix is None else rtn_mse.NAME
+    algorithm = entry.algorithm or usual
     if learned is not None:
         if learned.start not in ALGORITHMS:
             remedy = nearest(learned.start, list(ALGORITHMS))

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, rtn_mse
 from quantflow.core import affine
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
@@ -117,7 +117,7 @@ def quantize_files(
         allowance: number of units that run at once.
         progress: listener, called after each layer.
         share: the part of each tensor that is written.
-        inputs: static scales and notes of each linear's input.
+        inputs: static scales, importance and notes of each linear's input.
         choose: rounding of a linear's rows; None rounds by the algorithm of each block.
         device: the device on which rows are rounded.
 
@@ -275,7 +275,7 @@ def write_block(
         key: its state key, asked for when the bytes are written.
         workers: threads that run units.
         share: the part of each tensor that is written.
-        inputs: static scales and notes of each linear's input.
+        inputs: static scales, importance and notes of each linear's input.
         choose: rounding of a linear's rows; None rounds by the block's algorithm.
         device: the device on which rows are rounded.
 
@@ -288,7 +288,7 @@ def write_block(
     """
     path = folder / block.path
     units = partial(units_of, block, share)
-    rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers, device))
+    rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers, device), inputs)
     writer = Writer(disk.temporary_for(path), block_specs(block, share))
     record = _fill(writer, units(), rounded, inputs, workers, key, device)
     return writer, path, record if block.layer is None else record | share.record(block.layer)
@@ -337,8 +337,11 @@ def _shared_grids(
     return grids
 
 
-def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
-    """Rounding by an algorithm that reads weights alone, or to a linear's one shared grid."""
+def _by(algorithm: str, grids: Mapping[str, Grid], inputs: Mapping[str, LinearInput]) -> Choose:
+    """Rounding by an algorithm that reads weights alone, or to a linear's one shared grid.
+
+    Of a linear's input the algorithm is shown its importance, where that is known.
+    """
 
     def quantized(
         unit: Unit, scheme: LinearScheme, rows: Tensor
@@ -352,8 +355,13 @@ def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
                 qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights
             )
             return weight, {"zero_groups": grid.zero_groups if unit.at == 0 else 0}
+        importance = inputs.get(name, UNKNOWN_INPUT).importance
+        columns = slice(None) if unit.columns is None else unit.columns
         result = ALGORITHMS[algorithm].quantize_group(
-            {name: rows}, scheme, statistics={}, scale_dtype=scale_dtype
+            {name: rows},
+            scheme,
+            statistics={} if importance is None else {rtn_mse.IMPORTANCE: importance[columns]},
+            scale_dtype=scale_dtype,
         )[name]
         return result.weight, result.decisions
 

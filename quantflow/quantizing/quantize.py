@@ -1,7 +1,8 @@
 """Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
 
 Reads    the model folder; a measurement, when the scheme, transforms or algorithm need statistics:
-         of one rank, or of as many ranks as quantize, or Gaudi's files where maxima suffice
+         of one rank, or of as many ranks as quantize, or Gaudi's files where maxima suffice; or
+         llama.cpp's importance matrix in its place
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json;
          canary.safetensors and .json, unless file to file;
          head.safetensors and .json, where the head is quantized; mtp.safetensors and .json,
@@ -50,7 +51,7 @@ from quantflow.distributed.launch import (
 from quantflow.distributed.team import ALONE, Team, together
 from quantflow.errors import UsageError
 from quantflow.files import disk, stage_folder
-from quantflow.files.canonical import canonical_json, digest_of, read_json
+from quantflow.files.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.files.origin import origin_of
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
 
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
-LATER = ("linears", "scale_method", "scale_arithmetic", "bits_of", "mtp")
+LATER = ("linears", "scale_method", "scale_arithmetic", "bits_of", "mtp", "imatrix")
 PARTS = (
     "layers",
     OUTSIDE,
@@ -110,6 +111,11 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
     """
     _check_compute(job)
     model = planned(job) if opened is None else opened
+    if job.entry.imatrix is not None:
+        # imported here: file to file starts without transformers' configurations
+        from quantflow.quantizing.importance import refuse_unread
+
+        refuse_unread(model.plan, imatrix=job.entry.imatrix, measured=job.measurement is not None)
     _say_what_stays(job, model, progress)
     plan = model.plan
     if job.entry.mixed:
@@ -305,6 +311,17 @@ def _quantize(
         progress.say(
             f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
         )
+    known = (
+        inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts)
+        if plan.file_to_file
+        else {}
+    )
+    if job.entry.imatrix is not None:
+        from quantflow.quantizing.importance import with_importance  # here: see above
+
+        known = with_importance(
+            known, plan, path=Path(job.entry.imatrix), checkpoint=source.checkpoint
+        )
     if words := mtp.left_behind_words(model.unused, rotates=plan.rotation is not None):
         progress.say(f"quantize {job.entry.name}: {words}")
     device = _device(job)
@@ -355,9 +372,7 @@ def _quantize(
                 allowance=allowance,
                 progress=progress,
                 share=share,
-                inputs=inputs_of(
-                    measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts
-                ),
+                inputs=known,
                 device=device,
             )
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
@@ -530,6 +545,11 @@ def _inputs(
         "recipe": _recipe(job.entry),
         "plan": plan.as_json(),
         "measurement": None if measurement is None else measurement.meta["digest"],
+        **(
+            {}
+            if job.entry.imatrix is None
+            else {"importance": file_digest(Path(job.entry.imatrix))}
+        ),
         "seed": job.seed,
         "revision": job.revision,
         "versions": {"quantize": VERSION, **plan.versions},
@@ -539,9 +559,12 @@ def _inputs(
 
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
-    """The entry as the result's inputs name it; `expect` is validate's affair."""
+    """The entry as the result's inputs name it; `expect` is validate's affair.
+
+    Of an importance matrix it has the file's name, without the folder.
+    """
     return {
-        key: value
+        key: Path(value).name if key == "imatrix" else value
         for key, value in asdict(entry).items()
         if key != "expect" and (key not in LATER or value)
     }

@@ -1,4 +1,7 @@
-"""Each linear's input by the measurement: the scale of a static one, and notes for the record."""
+"""Each linear's input by the measurement: the scale of a static one, and notes for the record.
+
+An importance matrix of llama.cpp's says of an input how much each of its features counts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +28,14 @@ class LinearInput:
     Attributes:
         scale, zero_point: see QuantizedLinear; None where the input is not static.
         decisions: notes for the layer's record.
+        importance: [I] float32, the mean square of each feature by an importance matrix; None
+            without one.
     """
 
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
+    importance: Tensor | None = None
 
 
 UNKNOWN_INPUT = LinearInput()

@@ -16,8 +16,16 @@ C = 4
 NAMES = list(OBSERVERS)
 EXACT = ["amax", "channel_amax", "min_max", "histogram", "count"]
 IDEMPOTENT = ["amax", "channel_amax", "min_max"]
-SUMS = ["mean_abs", "hessian", "fisher", "gradient"]
-NEEDS_FEATURES = ["channel_amax", "min_max", "mean_abs", "hessian", "fisher", "gradient"]
+SUMS = ["mean_abs", "mean_square", "hessian", "fisher", "gradient"]
+NEEDS_FEATURES = [
+    "channel_amax",
+    "min_max",
+    "mean_abs",
+    "mean_square",
+    "hessian",
+    "fisher",
+    "gradient",
+]
 
 values = st.floats(width=32, min_value=-1024, max_value=1024)
 batches = st.integers(1, 5).flatmap(lambda n: st.lists(values, min_size=n * C, max_size=n * C))
@@ -70,6 +78,7 @@ def test_the_table_has_every_observer_under_its_name_and_its_statistics():
         "channel_amax",
         "min_max",
         "mean_abs",
+        "mean_square",
         "histogram",
         "hessian",
         "fisher",

@@ -19,6 +19,7 @@ from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import COLUMNS, HessianObserver, observer_bytes, shrink_
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
+from quantflow.observers.mean_square import MeanSquareObserver
 from quantflow.observers.min_max import MinMaxObserver
 from quantflow.observers.rows import RowSample
 
@@ -79,6 +80,10 @@ def test_mean_abs_is_a_sum_and_a_count_of_rows():
     assert observed(observer) == {"abs_sum": [4.0, 3.0, 0.5], "count": 2}
     assert observer.mean.tolist() == [2.0, 1.5, 0.25]
     assert observer.mean.dtype == torch.float64
+
+
+def test_mean_square_is_a_sum_of_squares_and_a_count_of_rows():
+    assert observed(MeanSquareObserver(3)) == {"power_sum": [10.0, 5.0, 0.25], "count": 2}
 
 
 def test_fisher_is_a_sum_of_squares_and_a_count_of_rows():
