@@ -48,7 +48,9 @@ def _numbers(value: Any) -> Any:
     for key, number in value.items():
         finite = isinstance(number, int) or (isinstance(number, float) and isfinite(number))
         if number is True or not finite:
-            raise PydanticCustomError("number", "{key}: Input should be a number", {"key": key[:40]})
+            raise PydanticCustomError(
+                "number", "{key}: Input should be a number", {"key": key[:40]}
+            )
     return value
 
 
