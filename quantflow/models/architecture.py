@@ -89,6 +89,7 @@ NEUTRAL = frozenset(
     }
 )
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_CHUNKED = "chunked_attention"
 _GRID_KEYS = ("mrope_section", "mrope_interleaved")  # see `DecoderDesign.grid_rope`
 _ACTIVATIONS = {  # hidden_act -> an activation of decode.c
     "silu": "silu",
@@ -129,6 +130,23 @@ class Heads:
     latent: int = 0
     output_gate: bool = False
     slopes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """How queries grow with their positions, so that attention over long texts stays sharp.
+
+        query *= 1 + attn_scale log(1 + floor((position + 1) / floor_scale))
+
+    Source: Nakanishi 2025, arXiv:2501.19399.
+
+    Attributes:
+        floor_scale: positions from one step to the next.
+        attn_scale: how much a step counts.
+    """
+
+    floor_scale: float
+    attn_scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +237,7 @@ class Routing:
         groups, chosen_groups: number of groups that experts lie in, and of those that a token's
             experts may be chosen from.
         group_scores: how much a group counts.
+        scales_inputs: the weight of an expert multiplies what it reads, not what it puts out.
     """
 
     experts: int
@@ -231,6 +250,7 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     group_scores: GroupScores = GroupScores.BEST_TWO
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +264,10 @@ class Blueprint:
         positions: most positions of a sequence; None where nothing bounds them.
         heads, form: attention and layers, alike in all layers.
         windows: for each layer, how many positions a query sees, itself included; 0: all before it.
+        chunks: for each layer, the positions of a chunk, of which a query sees its own alone; 0,
+            and empty: there are no chunks.
+        temperature: of queries in layers without a rotary embedding; None: they stay.
+        unit_qk_norms: queries and keys of layers with a rotary embedding have norms of ones.
         ropes: the rotary embeddings.
         rope_of_layer: index into `ropes` of each layer; None for none, and for gated delta nets.
         sparse: for each layer, whether experts stand in the place of the MLP.
@@ -271,6 +295,9 @@ class Blueprint:
     sparse: tuple[bool, ...]
     mixture: Mixture | None = None
     routing: Routing | None = None
+    chunks: tuple[int, ...] = ()
+    temperature: Temperature | None = None
+    unit_qk_norms: bool = False
     latent: Latent | None = None
     delta: Delta | None = None
     linear: tuple[bool, ...] = ()
@@ -464,13 +491,33 @@ def _none_of_attention(keys: Keys, layers: int) -> list[int]:
 
 
 def _layers_with_rope(keys: Keys, layers: int) -> list[bool]:
-    """For each layer, whether it has a rotary embedding (SmolLM3)."""
-    # the key is 1 where there is one, whatever its name suggests
-    values = keys.of_layers("no_rope_layers", layers)
+    """For each layer, whether it has a rotary embedding (SmolLM3, Llama 4)."""
+    # the key is 1 where there is one, whatever its name suggests; files have an empty list for none
+    values = keys.of_layers("no_rope_layers", layers) if keys.get("no_rope_layers") else None
     step = keys.count("no_rope_layer_interval")
     if values is not None:
         return [bool(value) for value in values]
     return [bool((index + 1) % step) for index in range(layers)]
+
+
+def _chunks(keys: Keys, layers: int) -> tuple[int, ...]:
+    """For each layer, the positions of a chunk; 0 where there are no chunks."""
+    default = [_CHUNKED if has_rope else _FULL for has_rope in _layers_with_rope(keys, layers)]
+    layer_types = keys.of_layers("layer_types", layers) or default
+    if unknown := sorted({str(each) for each in layer_types} - {_CHUNKED, _FULL}):
+        raise UnsupportedDesign(f"layer_types of config.json has {unknown[0]!r}")
+    size = keys.count("attention_chunk_size")
+    return tuple(size if layer_type == _CHUNKED else 0 for layer_type in layer_types)
+
+
+def _temperature(keys: Keys) -> Temperature | None:
+    """How queries grow with their positions; None where they stay."""
+    floor_scale, attn_scale = keys.number("floor_scale"), keys.number("attn_scale")
+    if not keys.get("attn_temperature_tuning"):
+        return None
+    if floor_scale <= 0:
+        raise UnsupportedDesign(f"floor_scale of config.json is {floor_scale:g}, not positive")
+    return Temperature(floor_scale=floor_scale, attn_scale=attn_scale)
 
 
 # For each rule, a function of (keys, number of layers) that returns the window of each layer.
@@ -513,9 +560,10 @@ def _of_text(config: Mapping[str, Any]) -> tuple[FamilyRow | None, Mapping[str, 
     row = next((row for row in FAMILIES.values() if row.text_of == kind), None)
     if row is None or not isinstance(inside, Mapping):
         return FAMILIES.get(kind), config
+    own, whole = row.text_names
+    names = {part: getattr(row.names, part) for part in ("layers", "embedding", "norm", "head")}
     places = {
-        part: getattr(row.names, part).replace("model.", "model.language_model.", 1)
-        for part in ("layers", "embedding", "norm")
+        part: whole + name.removeprefix(own) for part, name in names.items() if name.startswith(own)
     }
     # the flag is the whole model's
     tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
@@ -577,9 +625,15 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     names, mixture = row.names, row.mixture if routing is not None else None
     if latent is not None and latent.compressed is not None:
         names = replace(names, qkv=(latent.names.compressed, *names.qkv[1:]))
-    if design.qk_norm_key is not None and not keys.get(design.qk_norm_key):
+    has_qk_norms = design.qk_norm_key is None or bool(keys.get(design.qk_norm_key))
+    if not has_qk_norms:
         names = replace(names, q_norm=None, k_norm=None)
+    unit_qk_norms = design.unit_qk_norms and has_qk_norms
+    if unit_qk_norms and any(rope.inverse_frequencies(each)[1] != 1 for each in ropes):
+        raise UnsupportedDesign("it knows norms behind a rotation that stretches no feature")
     keys.read |= {*design.shared_size_keys}
+    if design.mlp_size_key is not None:
+        keys.read.add(design.mlp_size_key)
     if mixture is not None and any(keys.get(key) == 0 for key in design.shared_size_keys):
         mixture = replace(mixture, shared=())
     return Blueprint(
@@ -602,6 +656,9 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         ),
         form=replace(form, residual=residual_scale),
         windows=tuple(windows),
+        chunks=_chunks(keys, layers) if design.chunked else (),
+        temperature=_temperature(keys) if design.tempered else None,
+        unit_qk_norms=unit_qk_norms,
         ropes=ropes,
         rope_of_layer=rope_of_layer,
         sparse=sparse,
@@ -767,6 +824,7 @@ def _routing(
         groups=groups,
         chosen_groups=chosen_groups,
         group_scores=design.group_scores,
+        scales_inputs=design.scaled_expert_inputs,
     )
     return sparse, routing if any(sparse) else None
 
@@ -795,6 +853,15 @@ def _from_start_to_end(keys: Keys, layers: int) -> tuple[bool, ...]:
     return tuple(first <= index <= last and (index + 1) % step == 0 for index in range(layers))
 
 
+def _listed(keys: Keys, layers: int) -> tuple[bool, ...]:
+    step, places = keys.count("interleave_moe_layer_step"), keys.get("moe_layers")
+    if places is None:
+        places = range(step - 1, layers, step)
+    elif not isinstance(places, list):
+        raise UnsupportedDesign(f"moe_layers of config.json is {places!r}, no list")
+    return tuple(index in places for index in range(layers))
+
+
 # For each rule, a function of (keys, number of layers): for each layer, whether it is sparse.
 _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = MappingProxyType(
     {
@@ -802,6 +869,7 @@ _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = Mappin
         SparseLayers.EVERY_NTH: _every_nth,
         SparseLayers.AFTER_FIRST_K: _after_first_k,
         SparseLayers.FROM_START_TO_END: _from_start_to_end,
+        SparseLayers.LISTED: _listed,
     }
 )
 

@@ -175,6 +175,7 @@ class SparseLayers(Enum):
     FROM_START_TO_END = (
         "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
     )
+    LISTED = "those of moe_layers, else every interleave_moe_layer_step-th"
 
 
 class GroupScores(Enum):
@@ -192,6 +193,7 @@ class RouterScores(Enum):
     SPARSE_MIXER = (
         "two experts, one after the other; each weighs its share among those whose logit is near"
     )
+    SIGMOID_OF_CHOSEN = "the largest logits are chosen, and each weighs 1 / (1 + exp(-logit))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,13 @@ class DecoderDesign:
             how many of them a token's are chosen; a text: where the key topk_method has it.
         group_scores: how much a group counts.
         scaled_experts: the weights of experts are multiplied by routed_scaling_factor.
+        scaled_expert_inputs: the weight of an expert multiplies what it reads, not what it puts
+            out.
         windows: which layers have a sliding window; None where none has.
+        chunked: layers that `layer_types` calls chunked_attention, else those with a rotary
+            embedding, see the chunk of attention_chunk_size positions that a query lies in.
+        tempered: queries of layers without a rotary embedding grow with their positions, if
+            attn_temperature_tuning says so.
         alibi: scores are lower the farther a position lies (ALiBi), and nothing is rotated.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
@@ -252,6 +260,8 @@ class DecoderDesign:
             heads and before the rotation; None: they are not.
         whole_qk_norms: norms of queries and keys are of all heads at once, not of each.
         qk_norm_key: key that says whether queries and keys have norms; None: their names do.
+        unit_qk_norms: those norms have no weights, lie behind the rotation, and are in layers with
+            a rotary embedding alone.
         qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; `Mixture.biased` says
             it of experts and routers.
         tied: the head is the embedding where config.json has no `tie_word_embeddings`.
@@ -281,7 +291,10 @@ class DecoderDesign:
     expert_groups: bool | str = False
     group_scores: GroupScores = GroupScores.BEST_TWO
     scaled_experts: bool = False
+    scaled_expert_inputs: bool = False
     windows: Windows | None = None
+    chunked: bool = False
+    tempered: bool = False
     alibi: bool = False
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
@@ -299,6 +312,7 @@ class DecoderDesign:
     clip_key: str | None = None
     whole_qk_norms: bool = False
     qk_norm_key: str | None = None
+    unit_qk_norms: bool = False
     qkv_bias: BiasFlag = ("attention_bias", False)
     output_bias: BiasFlag = ("attention_bias", False)
     mlp_bias: BiasFlag = False
@@ -338,7 +352,9 @@ class FamilyRow:
     Attributes:
         model_type, architecture: the type and its causal language model, as config.json names them.
         text_of: type whose `text_config` is this type, beside one of what it sees; its text alone
-            runs as this row says, and names begin with `model.language_model`.
+            runs as this row says.
+        text_names: how names of `names` begin that have another beginning in `text_of`, and that
+            one.
         read_as: type of transformers whose modules are this type's, which transformers knows by
             code beside the weights alone; None: it knows the type itself.
         names: names of the parts, in the checkpoint.
@@ -362,6 +378,7 @@ class FamilyRow:
     architecture: str
     read_as: str | None = None
     text_of: str | None = None
+    text_names: tuple[str, str] = ("model.", "model.language_model.")
     names: PartNames = PartNames()
     mixture: Mixture | None = None
     gated: bool = True
@@ -807,6 +824,59 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     clip_key="attn_config.clip_qkv",
                     qkv_bias=False,
                     output_bias=False,
+                ),
+            ),
+            # Experts lie in two tensors of a layer. The graph's names are those of the linears.
+            FamilyRow(
+                model_type="llama4_text",
+                architecture="Llama4ForCausalLM",
+                text_of="llama4",
+                text_names=("", "language_model."),
+                names=PartNames(
+                    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+                    down="feed_forward.down_proj",
+                ),
+                mixture=Mixture(
+                    block="feed_forward",
+                    place="feed_forward",
+                    shared=_QWEN_SHARED.shared,
+                    routers=("router",),
+                    linear_router=True,
+                ),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 500000.0,
+                        "head_dim": 128,
+                        "num_key_value_heads": 8,
+                        "num_local_experts": 16,
+                        "num_experts_per_tok": 1,
+                        "interleave_moe_layer_step": 1,
+                        "intermediate_size_mlp": 16384,
+                        "use_qk_norm": True,
+                        "no_rope_layer_interval": 4,
+                        "attention_chunk_size": 8192,
+                        "attn_temperature_tuning": True,
+                        "floor_scale": 8192,
+                        "attn_scale": 0.1,
+                    },
+                    # of training, and of another program
+                    ignored_keys=frozenset({"router_jitter_noise", "for_llm_compressor"}),
+                    mlp_size_key="intermediate_size_mlp",
+                    normalized_experts=False,
+                    expert_size_key="intermediate_size",
+                    shared_size_keys=("intermediate_size",),
+                    sparse_layers=SparseLayers.LISTED,
+                    router_scores=RouterScores.SIGMOID_OF_CHOSEN,
+                    scaled_expert_inputs=True,
+                    chunked=True,
+                    tempered=True,
+                    rotary_pairs=True,
+                    no_rope_layers=True,
+                    qk_norm_key="use_qk_norm",
+                    unit_qk_norms=True,
                 ),
             ),
             # Its checkpoint has one tensor for gate and up of all experts, row by row in turns. The

@@ -39,7 +39,7 @@
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
-enum scores { SOFTMAX, SIGMOID, SPARSE_MIXER };
+enum scores { SOFTMAX, SIGMOID, SPARSE_MIXER, SIGMOID_OF_CHOSEN };
 enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
 #ifdef __AVX512F__
 enum { LANES = 16 }; /* floats of a register */
@@ -93,6 +93,7 @@ typedef struct {
     int64_t scores, groups, chosen_groups;
     int64_t counted; /* of a group, its best scores that are added up: 1 or 2 */
     int64_t normalized;
+    int64_t scales_inputs; /* an expert's input is multiplied by its weight, not its output */
     int64_t activation, gated; /* as in Step */
     float near, least, factor, alpha, limit;
 } Experts;
@@ -129,7 +130,11 @@ typedef struct {
     const Experts *experts;             /* in the place of up and down */
     const DeltaNet *delta_net;          /* in the place of attention, with qkv and output */
     int64_t window;     /* positions that a query sees, itself included; 0: all before it */
+    int64_t chunk;      /* positions of a chunk, of which a query sees its own alone; 0: no chunks */
     int64_t rotary_dim; /* first features of a head, which are rotated; 0: none */
+    /* queries are multiplied by 1 + attn_scale log(1 + floor((position + 1) / floor_scale)) behind
+     * norm and rotation; floor_scale 0: they stay */
+    float floor_scale, attn_scale;
 } Layer;
 
 /* A step: new columns of several sequences, one sequence after the other. operations.py has the
@@ -172,7 +177,8 @@ static inline void check_step(const Step *s, const Layer *l) {
           s->activation >= SILU && s->activation <= CLAMPED_SWIGLU);
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
-    CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
+    CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0 && l->chunk >= 0);
+    CHECK(l->floor_scale >= 0);
     CHECK((s->latent || (!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps)) &&
           !(l->key_scales && s->kind != INT8));
     for (int64_t row = 0, group = s->query_heads / s->kv_heads; row < s->rows; row++) {
@@ -746,11 +752,13 @@ static void route_row(const void *context, int64_t row) {
     else {
         const float top = best < 0 ? 0 : x[best];
         for (int64_t i = 0; i < e->experts; i++) {
-            x[i] = e->scores == SIGMOID ? 1 / (1 + expf(-x[i])) : expf(x[i] - top);
+            wanted[i] = x[i];
+            x[i] = e->scores == SOFTMAX ? expf(x[i] - top) : 1 / (1 + expf(-x[i]));
             sum += x[i];
         }
         for (int64_t i = 0; i < e->experts; i++) {
             if (e->scores == SOFTMAX) x[i] /= sum;
+            if (e->scores == SIGMOID_OF_CHOSEN) continue; /* large logits have equal sigmoids */
             wanted[i] = e->correction ? x[i] + e->correction[i] : x[i];
         }
         if (e->groups > 1) choose_groups(e, wanted);
@@ -785,38 +793,43 @@ void route(const Experts *e, float *logits, float *wanted, int64_t rows, float *
 }
 
 /* Sort the choices of all rows by expert. first: [experts + 1] where those of each begin; slots:
- * [rows, chosen] the place of each choice; rows_of: [rows * chosen] the row of each place. */
+ * [rows, chosen] the place of each choice. */
 void sort_rows(const Experts *e, const int64_t *numbers, int64_t rows, int64_t *first,
-               int64_t *slots, int64_t *rows_of) {
+               int64_t *slots) {
     memset(first, 0, sizeof *first * (size_t)(e->experts + 1));
     for (int64_t i = 0; i < rows * e->chosen; i++) {
         CHECK(numbers[i] >= 0 && numbers[i] < e->experts);
         first[numbers[i] + 1]++;
     }
     for (int64_t i = 0; i < e->experts; i++) first[i + 1] += first[i];
-    for (int64_t i = 0; i < rows * e->chosen; i++) {
-        slots[i] = first[numbers[i]]++;
-        rows_of[slots[i]] = i / e->chosen;
-    }
+    for (int64_t i = 0; i < rows * e->chosen; i++) slots[i] = first[numbers[i]]++;
     for (int64_t i = e->experts; i > 0; i--) first[i] = first[i - 1];
     first[0] = 0;
 }
 
 typedef struct {
-    const float *from;
-    const int64_t *rows_of;
+    const float *from, *weights; /* weights NULL: rows stay as they are */
+    const int64_t *slots;
     float *to;
-    int64_t width;
+    int64_t chosen, width;
 } Gather;
 
-static void gather_row(const void *context, int64_t slot) {
+/* Put the row of a choice to its place, times its weight. */
+static void gather_row(const void *context, int64_t choice) {
     const Gather *t = context;
-    memcpy(t->to + slot * t->width, t->from + t->rows_of[slot] * t->width,
-           sizeof *t->to * (size_t)t->width);
+    const float *from = t->from + choice / t->chosen * t->width;
+    float *to = t->to + t->slots[choice] * t->width;
+    if (!t->weights) {
+        memcpy(to, from, sizeof *to * (size_t)t->width);
+        return;
+    }
+    const float weight = t->weights[choice];
+#pragma omp simd
+    for (int64_t i = 0; i < t->width; i++) to[i] = weight * from[i];
 }
 
 typedef struct {
-    const float *of_experts, *weights;
+    const float *of_experts, *weights; /* weights NULL: each counts 1 */
     const int64_t *slots;
     const float *shared, *scores;
     float *out;
@@ -828,7 +841,8 @@ static void combine_row(const void *context, int64_t row) {
     float *out = t->out + row * t->width;
     memset(out, 0, sizeof *out * (size_t)t->width);
     for (int64_t j = row * t->chosen; j < (row + 1) * t->chosen; j++) {
-        const float *from = t->of_experts + t->slots[j] * t->width, weight = t->weights[j];
+        const float *from = t->of_experts + t->slots[j] * t->width;
+        const float weight = t->weights ? t->weights[j] : 1;
 #pragma omp simd
         for (int64_t i = 0; i < t->width; i++) out[i] += weight * from[i];
     }
@@ -840,8 +854,8 @@ static void combine_row(const void *context, int64_t row) {
 }
 
 /* out = the sum of each row's experts, by their weights, and of the shared one. of_experts: [rows *
- * chosen, width] by slot; shared, out: [rows, width]; scores: [rows] logit of the shared one's
- * weight; NULL: it counts 1. */
+ * chosen, width] by slot; weights: [rows, chosen]; NULL: each counts 1; shared, out: [rows, width];
+ * scores: [rows] logit of the shared one's weight; NULL: it counts 1. */
 void combine(const Experts *e, const float *of_experts, const float *weights, const int64_t *slots,
              const float *shared, const float *scores, float *out, int64_t rows, int64_t width) {
     Combine context = {of_experts, weights, slots, shared, scores, out, e->chosen, width};
@@ -869,7 +883,7 @@ int mixture(const Experts *e, const float *x, int64_t rows, float *out) {
         shared ? rows * e->shared_up.weight->rows : 0, rows * inner, shared ? rows * hidden : 0,
         rows,
     };
-    const int64_t wholes[] = {many, e->experts + 1, many, many};
+    const int64_t wholes[] = {many, e->experts + 1, many};
     enum { FLOATS = sizeof counts / sizeof *counts, WHOLES = sizeof wholes / sizeof *wholes };
     int64_t bytes = 0;
     for (int i = 0; i < FLOATS; i++) bytes += (counts[i] * 4 + 63) / 64 * 64;
@@ -881,13 +895,14 @@ int mixture(const Experts *e, const float *x, int64_t rows, float *out) {
     for (int i = 0; i < FLOATS; i++) f[i] = taken(&at, counts[i], 4);
     for (int i = 0; i < WHOLES; i++) n[i] = taken(&at, wholes[i], 8);
     float *logits = f[0], *weights = f[2], *sorted = f[3], *up = f[4], *gated = f[5];
-    int64_t *numbers = n[0], *first = n[1], *slots = n[2], *rows_of = n[3];
+    int64_t *numbers = n[0], *first = n[1], *slots = n[2];
+    const float *of_inputs = e->scales_inputs ? weights : NULL;
 #define LINEAR_OF(PRODUCT, X, Y) \
     e->PRODUCT.call(e->PRODUCT.weight, X, rows, e->PRODUCT.bias, Y, 0)
     int failed = LINEAR_OF(router, x, logits);
     route(e, logits, f[1], rows, weights, numbers);
-    sort_rows(e, numbers, rows, first, slots, rows_of);
-    Gather context = {x, rows_of, sorted, hidden};
+    sort_rows(e, numbers, rows, first, slots);
+    Gather context = {x, of_inputs, slots, sorted, e->chosen, hidden};
     share(gather_row, &context, many, many * hidden, WORTH_A_THREAD);
     failed |= e->linears(e->up, e->experts, first, sorted, e->up_bias, up, 0);
     gate(up, gated, many, width, e->activation, e->gated, e->alpha, e->limit);
@@ -898,7 +913,7 @@ int mixture(const Experts *e, const float *x, int64_t rows, float *out) {
         failed |= LINEAR_OF(shared_down, f[7], f[8]);
         if (e->shared_score.weight) failed |= LINEAR_OF(shared_score, x, f[9]);
     }
-    combine(e, sorted, weights, slots, shared ? f[8] : NULL,
+    combine(e, sorted, of_inputs ? NULL : weights, slots, shared ? f[8] : NULL,
             shared && e->shared_score.weight ? f[9] : NULL, out, rows, hidden);
     free(room);
     return failed;
@@ -1049,6 +1064,11 @@ static void rope_store_column(const void *context, int64_t at) {
             x[i + half] = high * cos[i + half] + low * sin[i + half];
         }
     }
+    if (l->floor_scale) {
+        float *queries = t->qkv + at * width, steps = floorf((float)(position + 1) / l->floor_scale);
+        const float factor = 1 + l->attn_scale * log1pf(steps);
+        for (int64_t i = 0; i < s->query_heads * dim; i++) queries[i] *= factor;
+    }
     /* x has passed queries and keys: it is a head of values, if any, its keys kv_heads before it */
     for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
         int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
@@ -1069,9 +1089,10 @@ static void rope_store_column(const void *context, int64_t at) {
     }
 }
 
-/* Clip, apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
- * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim], without the values where
- * the keys hold them, and with a gate for each query head behind them where there are gates */
+/* Clip, apply the norms and the rotary embedding (RoPE) to queries and keys in place, and scale
+ * queries by their positions; write keys and values to the cache.  qkv: [columns, query_heads +
+ * 2 kv_heads, head_dim], without the values where the keys hold them, and with a gate for each
+ * query head behind them where there are gates */
 void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
     int64_t width = width_of(s), columns = s->first[s->rows];
@@ -1382,6 +1403,8 @@ static void attend_unit(const void *context, int64_t unit) {
         sink[g] = l->sinks ? l->sinks[query] : 0;
         slope[g] = s->slopes ? s->slopes[query] : 0;
         first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
+        if (l->chunk && end[g] > first[g])
+            first[g] += (end[g] - 1 - first[g]) / l->chunk * l->chunk;
         if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
     }
 #define ATTEND_TILE(KIND, NARROW, T) \
@@ -1686,7 +1709,8 @@ const struct field *structure_fields(void) {
         FIELD(Experts, down), FIELD(Experts, up_bias), FIELD(Experts, down_bias),
         FIELD(Experts, linears), FIELD(Experts, correction), FIELD(Experts, experts),
         FIELD(Experts, chosen), FIELD(Experts, scores), FIELD(Experts, groups),
-        FIELD(Experts, chosen_groups), FIELD(Experts, counted), FIELD(Experts, normalized), FIELD(Experts, activation),
+        FIELD(Experts, chosen_groups), FIELD(Experts, counted), FIELD(Experts, normalized),
+        FIELD(Experts, scales_inputs), FIELD(Experts, activation),
         FIELD(Experts, gated), FIELD(Experts, near), FIELD(Experts, least), FIELD(Experts, factor),
         FIELD(Experts, alpha), FIELD(Experts, limit), END(Experts),
         FIELD(DeltaNet, scores), FIELD(DeltaNet, convolution), FIELD(DeltaNet, rate),
@@ -1700,8 +1724,8 @@ const struct field *structure_fields(void) {
         FIELD(Layer, k_norm), FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
         FIELD(Layer, gated_norm), FIELD(Layer, qkv), FIELD(Layer, output), FIELD(Layer, up),
         FIELD(Layer, down), FIELD(Layer, experts), FIELD(Layer, delta_net),
-        FIELD(Layer, window),
-        FIELD(Layer, rotary_dim), END(Layer),
+        FIELD(Layer, window), FIELD(Layer, chunk), FIELD(Layer, rotary_dim),
+        FIELD(Layer, floor_scale), FIELD(Layer, attn_scale), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
         FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, slopes), FIELD(Step, rows),
         FIELD(Step, block), FIELD(Step, width),

@@ -502,6 +502,11 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         for kind, name in called.items()
         if not (linear and kind in ("q_norm", "k_norm"))
     }
+    if blueprint.unit_qk_norms and blueprint.rope_of_layer[index] is not None:
+        # a norm of ones commutes with the rotation behind which the model has it
+        norms |= dict.fromkeys(
+            ("q_norm", "k_norm"), Norm(weight=torch.ones(blueprint.heads.head_dim))
+        )
     experts = (
         _experts(artifact, blueprint, prefix, pack)
         if blueprint.mixture and blueprint.sparse[index]
@@ -513,6 +518,8 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         delta_net=net,
         **norms,
         window=blueprint.windows[index],
+        chunk=blueprint.chunks[index] if blueprint.chunks else 0,
+        temperature=blueprint.temperature if blueprint.rope_of_layer[index] is None else None,
         rope=blueprint.rope_of_layer[index],
         sinks=None if names.sinks is None else _vector(artifact, f"{prefix}.{names.sinks}"),
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import kernels, native
-from quantflow.models.architecture import Delta, Form, Heads
+from quantflow.models.architecture import Delta, Form, Heads, Temperature
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
@@ -87,6 +87,8 @@ class DecoderBlock:
         mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
         window: positions that a query sees, itself included; 0: all before it.
+        chunk: positions of a chunk, of which a query sees its own alone; 0: there are no chunks.
+        temperature: how queries grow with their positions; None: they stay.
         rope: index of its tables among those that `Operations.begin` takes; None rotates nothing.
         sinks: score of a column without a value, float32 of the query heads; None: there is none.
     """
@@ -101,6 +103,8 @@ class DecoderBlock:
     experts: LayerExperts | None = None
     delta_net: LayerDeltaNet | None = None
     window: int = 0
+    chunk: int = 0
+    temperature: Temperature | None = None
     rope: int | None = 0
     sinks: Tensor | None = None
 
@@ -176,6 +180,7 @@ class _Experts(ctypes.Structure):
         ("chosen_groups", _COUNT),
         ("counted", _COUNT),
         ("normalized", _COUNT),
+        ("scales_inputs", _COUNT),
         ("activation", _COUNT),
         ("gated", _COUNT),
         ("near", _FLOAT),
@@ -227,7 +232,10 @@ class _Layer(ctypes.Structure):
         ("experts", _POINTER),
         ("delta_net", _POINTER),
         ("window", _COUNT),
+        ("chunk", _COUNT),
         ("rotary_dim", _COUNT),
+        ("floor_scale", _FLOAT),
+        ("attn_scale", _FLOAT),
     ]
 
 
@@ -278,7 +286,7 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
     ("delta_rule", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer)] + [_POINTER] * 3),
     ("route", [ctypes.POINTER(_Experts)] + [_POINTER] * 2 + [_COUNT] + [_POINTER] * 2),
-    ("sort_rows", [ctypes.POINTER(_Experts), _POINTER, _COUNT] + [_POINTER] * 3),
+    ("sort_rows", [ctypes.POINTER(_Experts), _POINTER, _COUNT] + [_POINTER] * 2),
     ("combine", [ctypes.POINTER(_Experts)] + [_POINTER] * 6 + [_COUNT] * 2),
     ("mixture", [ctypes.POINTER(_Experts), _POINTER, _COUNT, _POINTER]),
     ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 9),
@@ -698,6 +706,7 @@ class Operations:
             for name, each in zip(names, products, strict=False)
         }
         experts = block.experts.structure if products and block.experts is not None else None
+        temperature = block.temperature or Temperature(floor_scale=0.0, attn_scale=0.0)
         return _Layer(
             keys=keys,
             values=values,
@@ -717,7 +726,10 @@ class Operations:
             experts=None if experts is None else ctypes.addressof(experts),
             delta_net=None if net is None else ctypes.addressof(net),
             window=block.window,
+            chunk=block.chunk,
             rotary_dim=0 if cos is None else cos.shape[1],
+            floor_scale=temperature.floor_scale,
+            attn_scale=temperature.attn_scale,
             **structures,
         )
 

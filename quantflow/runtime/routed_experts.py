@@ -3,12 +3,13 @@
     y[t] = sum_e weight[t, e] * down_e(activation(gate_e(x[t])) * up_e(x[t]))
 
 The sum is over the chosen experts, in ascending order. `quantflow.models.architecture.Routing` says
-how the router's logits become weights. A shared expert sees every token, in some families times the
-sigmoid of a score of its own. An expert's products are computed over the tokens that are routed to
-it, and over no others. Sources: Shazeer et al. 2017, arXiv:1701.06538; Yang et al. 2024,
-arXiv:2407.10671, section 2.2.2 (the shared expert); DeepSeek-AI 2024, arXiv:2412.19437, section
-2.1.2 (sigmoid scores, their correction, groups of experts); Liu et al. 2024, arXiv:2409.12136
-(SparseMixer).
+how the router's logits become weights. Where they scale inputs, an expert reads weight[t, e] *
+x[t], and what it puts out counts as it is (Llama 4). A shared expert sees every token, in some
+families times the sigmoid of a score of its own. An expert's products are computed over the tokens
+that are routed to it, and over no others. Sources: Shazeer et al. 2017, arXiv:1701.06538; Yang et
+al. 2024, arXiv:2407.10671, section 2.2.2 (the shared expert); DeepSeek-AI 2024, arXiv:2412.19437,
+section 2.1.2 (sigmoid scores, their correction, groups of experts); Liu et al. 2024,
+arXiv:2409.12136 (SparseMixer).
 """
 
 import ctypes
@@ -123,6 +124,7 @@ class RoutedExperts:
             "chosen_groups": routing.chosen_groups,
             "counted": 2 if routing.group_scores is GroupScores.BEST_TWO else 1,
             "normalized": routing.normalized,
+            "scales_inputs": routing.scales_inputs,
             "activation": ACTIVATIONS.index(form.activation),
             "gated": form.gated,
             "near": routing.near,
@@ -151,7 +153,7 @@ class RoutedExperts:
         structure = operations.experts_structure(**self._routing_fields())
         logits = self.router(x)  # [N, E]
         weights, wanted = torch.empty(rows, chosen), torch.empty_like(logits)
-        numbers, slots, rows_of = torch.empty(3, rows * chosen, dtype=torch.int64)
+        numbers, slots = torch.empty(2, rows * chosen, dtype=torch.int64)
         first = torch.empty(self.routing.experts + 1, dtype=torch.int64)
         c.route(
             structure,
@@ -159,10 +161,11 @@ class RoutedExperts:
             rows,
             *map(native.address, (weights, numbers)),
         )
-        c.sort_rows(
-            structure, native.address(numbers), rows, *map(native.address, (first, slots, rows_of))
-        )
-        sorted_x, bounds = x[rows_of], first.tolist()  # [N k, H]
+        c.sort_rows(structure, native.address(numbers), rows, *map(native.address, (first, slots)))
+        choices, bounds = slots.argsort(), first.tolist()  # [N k], the choice at each place
+        sorted_x = x[choices // chosen]  # [N k, H]
+        if self.routing.scales_inputs:
+            sorted_x = sorted_x * weights.flatten()[choices, None]
         called = [
             (expert, begin, end)
             for expert, begin, end in zip(self.experts, bounds, bounds[1:], strict=False)
@@ -181,6 +184,7 @@ class RoutedExperts:
             score = None if self.shared_score is None else self.shared_score(x)
         width = of_experts.shape[1]  # a rank puts out some features
         out = out if width == x.shape[1] else torch.empty(rows, width)
-        parts = (of_experts, weights, slots, shared, score, out)
+        of_outputs = None if self.routing.scales_inputs else weights
+        parts = (of_experts, of_outputs, slots, shared, score, out)
         c.combine(structure, *map(native.address, parts), rows, width)
         return out if self.exchange is None else self.exchange.outputs(out)

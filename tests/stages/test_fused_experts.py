@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantflow.models.family import FAMILIES
 from quantflow.models.open import graph_for
@@ -86,6 +86,45 @@ def test_the_artifact_runs_as_transformers_with_its_weights(family, scheme, tmp_
         lean.begin(rows=1, capacity=IDS.shape[1])
         ours = lean.forward(IDS, last_only=False)
         assert (ours - found).norm() < near * found.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["FP8", "W8A8", "W4A16"])
+def test_the_text_of_a_llama_4_that_reads_images_runs_from_an_artifact(scheme, tmp_path):
+    """Names begin with `language_model`, the head's too, and what sees images lies beside."""
+    text = {**CONFIGS["llama4_text"], "num_hidden_layers": 2, "no_rope_layer_interval": 2}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "intermediate_size": 128, "vision_output_dim": 64}
+    vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    config = CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a text to calibrate on " * 40)
+    line = ("--scheme", scheme, *(("--group-size", "32") if scheme == "W4A16" else ()), *RTN)
+    if scheme == "FP8":
+        line += ("--experts", "share_max")
+    line += ("--calibration", tmp_path / "text.txt", "--samples", "4", "--sequence-length", "8")
+    line += ("--export", tmp_path / "a")
+    assert run("quantize", tmp_path / "model", "-o", tmp_path / "q", *line) == 0
+    logits = []
+    for folder, backend in ((tmp_path / "model", "auto"), (tmp_path / "a", "reference")):
+        lean, peer = (
+            load(folder, decoder=name, backend=backend) for name in ("auto", "transformers")
+        )
+        assert lean.name == "lean", lean.reasons
+        for decoder in (lean.decoder, peer.decoder):
+            decoder.begin(rows=1, capacity=IDS.shape[1])
+            logits.append(decoder.forward(IDS, last_only=False))
+    ours, theirs, quantized, peers = logits
+    assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+    assert (quantized - theirs).norm() > 1e-3 * theirs.norm()
+    # an input may be rounded the other way after a sum in another order
+    near = 1e-5 if scheme == "W4A16" else 2e-2
+    assert (quantized - peers).norm() < near * peers.norm()
 
 
 def put_into_(model, artifact):

@@ -1,6 +1,8 @@
 """The lean decoder knows every key that changes numbers, and transformers' defaults and names."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from quantflow.models.architecture import NEUTRAL, Blueprint, read
 from quantflow.models.family import FAMILIES
 from quantflow.models.open import graph_for
 
+ROOT = Path(__file__).resolve().parents[3]
 # a type that is read as another has that one's decoder, and no configuration in transformers
 DECODED = {
     row.model_type: row
@@ -168,6 +171,64 @@ def test_two_bases_of_the_angles_are_a_no():
     assert read(DBRX | {"rope_parameters": table}) == (
         "attn_config.rope_theta of config.json is 500000, and rope_theta of rope_parameters 10000.0"
     )
+
+
+# as released: the text's part of Scout and of Maverick, with keys that other programs read
+SCOUT = json.loads((ROOT / "benchmarks/released/llama-4-scout.json").read_text())["config"]
+MAVERICK = SCOUT | {
+    "text_config": SCOUT["text_config"]
+    | {
+        "for_llm_compressor": False,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [],
+        "num_local_experts": 128,
+        "rope_scaling": None,
+        "router_jitter_noise": 0.0,
+        "use_qk_norm": False,
+    }
+}
+
+
+def test_the_text_of_a_released_llama_4_is_read():
+    scout, maverick = read(SCOUT), read(MAVERICK)
+    assert isinstance(scout, Blueprint) and isinstance(maverick, Blueprint), (scout, maverick)
+    layers = [index % 4 != 3 for index in range(48)]  # those that are rotated, in chunks
+    for found in (scout, maverick):
+        assert [rope is not None for rope in found.rope_of_layer] == layers
+        assert found.chunks == tuple(8192 if rotated else 0 for rotated in layers)
+        assert (found.temperature.floor_scale, found.temperature.attn_scale) == (8192, 0.1)
+        names = found.names
+        assert {names.layers, names.embedding, names.norm, names.head} == {
+            "language_model.model.layers",
+            "language_model.model.embed_tokens",
+            "language_model.model.norm",
+            "language_model.lm_head",
+        }
+    assert (scout.unit_qk_norms, maverick.unit_qk_norms) == (True, False)
+    assert all(scout.sparse) and maverick.sparse == (False, True) * 24
+    assert (scout.routing.experts, maverick.routing.experts) == (16, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types of config.json has 'sliding_a"),
+        ({"attention_chunk_size": None}, "attention_chunk_size of config.json is None, no positi"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers of config.json is [1, 0], 48 layers need"),
+        ({"moe_layers": 3}, "moe_layers of config.json is 3, no list"),
+        ({"floor_scale": 0}, "floor_scale of config.json is 0, not positive"),
+        ({"floor_scale": None}, "floor_scale of config.json is None, no number"),
+        ({"attn_scale": "0.1"}, "attn_scale of config.json is '0.1', no number"),
+        ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step of config.json is 0, no p"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "it knows norms behind a rotation that stretches no feature",
+        ),
+    ],
+)
+def test_what_is_unknown_of_llama_4_is_a_no_that_says_what(change, why):
+    found = read(SCOUT | {"text_config": SCOUT["text_config"] | change})
+    assert isinstance(found, str) and found.startswith(why), found
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers import (
     GemmaConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -247,6 +248,14 @@ def dbrx(*, clip: float = 0.5, **ffn):
     )
 
 
+def llama4(**more):
+    """The configuration of a small Llama 4: chunks of 5 in all layers but the third."""
+    sizes = SIZES | {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3}
+    sizes |= {"no_rope_layers": [1, 1, 0], "attention_chunk_size": 5, "head_dim": 32}
+    sizes |= {"num_local_experts": 4, "attn_temperature_tuning": False, "rms_norm_eps": 1e-3}
+    return Llama4TextConfig(**PAD, **sizes | more, architectures=["Llama4ForCausalLM"])
+
+
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3}
 FAMILIES |= {
@@ -341,6 +350,22 @@ FAMILIES |= {
     "dbrx, weights of experts as they are": dbrx(
         clip=8, moe_normalize_expert_weights=None, ffn_act_fn={"name": "gelu"}
     ),
+    "llama4, a dense layer between": llama4(
+        interleave_moe_layer_step=2,
+        **rope(
+            "llama3",
+            factor=16.0,
+            original_max_position_embeddings=16,
+            low_freq_factor=1.0,
+            high_freq_factor=1.0,
+        ),
+    ),
+    "llama4, three experts, no norms, chunks without a rotation": llama4(
+        num_experts_per_tok=3,
+        moe_layers=[1, 2],
+        use_qk_norm=False,
+        layer_types=["full_attention", "chunked_attention", "chunked_attention"],
+    ),
     # released configurations of DeepSeek V2 Lite, V2, V3 and Kimi K2, made small
     "deepseek_v2, queries as they are": DeepseekV2Config(
         **LATENT | {"q_lora_rank": None},
@@ -431,16 +456,25 @@ STATEFUL = {
 FAMILIES |= STATEFUL
 
 
+# transformers counts their positions from the first column, be it padding
+TEMPERED = {
+    "llama4, queries that grow": llama4(
+        attn_temperature_tuning=True, floor_scale=3, attn_scale=0.8, num_experts_per_tok=2
+    )
+}
+FAMILIES |= TEMPERED
+
+
 def ids(rows: int, count: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 96, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
-def walk(decoder: Decoder, *, crops: bool = True) -> list[torch.Tensor]:
+def walk(decoder: Decoder, *, crops: bool = True, padding: int = 3) -> list[torch.Tensor]:
     """Logits of every call of a decoder: a prompt, steps, a few at once, crop, other rows."""
     found = []
     with torch.inference_mode():
         decoder.begin(rows=2, capacity=40)
-        found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, 3])))
+        found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, padding])))
         found += [decoder.forward(ids(2, 1, seed)) for seed in (1, 2, 3)]
         found.append(decoder.forward(ids(2, 4, 4), last_only=False))
         if crops:
@@ -464,9 +498,28 @@ def test_every_family_has_the_logits_of_transformers_whatever_is_asked(
     # its experts are dequantized by the loader: transformers has them in one tensor
     if graph_for(FAMILIES[family]).sparse:
         model = load(tmp_path, decoder="transformers", backend="reference").model
-    crops = family not in STATEFUL
-    expected = walk(TransformersDecoder(model, crops=crops), crops=crops)
-    for ours, theirs in zip(walk(LeanDecoder(artifact), crops=crops), expected, strict=True):
+    crops, padding = family not in STATEFUL, 0 if family in TEMPERED else 3
+    expected = walk(TransformersDecoder(model, crops=crops), crops=crops, padding=padding)
+    found = walk(LeanDecoder(artifact), crops=crops, padding=padding)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("llama4")])
+def test_a_padded_sequence_has_the_logits_that_transformers_gives_it_alone(
+    family, tmp_path, make_artifact
+):
+    """Chunks and the growth of queries are counted from a text's own first token."""
+    make_artifact(tmp_path, FAMILIES[family], W8A16)
+    model = load(tmp_path, decoder="transformers", backend="reference").model
+    decoder, text = LeanDecoder(open_artifact(tmp_path, backend="reference")), ids(2, 19, 0)
+    padding = torch.tensor([7, 2])
+    decoder.begin(rows=2, capacity=19)
+    found = [decoder.forward(text[:, :14], padding=padding, last_only=False)]
+    found += [decoder.forward(text[:, at : at + 1], last_only=False) for at in range(14, 19)]
+    for row, skip in enumerate(padding.tolist()):
+        ours = torch.cat(found, dim=1)[row, skip:]
+        theirs = model(text[row : row + 1, skip:]).logits[0]
         assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
@@ -850,7 +903,10 @@ def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
         decoder.forward(ids(1, 1, 0))
 
 
-@pytest.mark.parametrize("family", ["gemma2, caps that are felt", "gpt_neox", "granite", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2, caps that are felt", "gpt_neox", "granite", "mixtral", "llama4, queries that grow"],
+)
 def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
     family, tmp_path, make_artifact
 ):
@@ -880,7 +936,13 @@ def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "gpt_oss, sinks and a gate that is clamped", "dbrx, clipped"]
+    "family",
+    [
+        "mixtral",
+        "gpt_oss, sinks and a gate that is clamped",
+        "dbrx, clipped",
+        "llama4, queries that grow",
+    ],
 )
 def test_a_sequence_of_a_mixture_has_the_same_bits_alone_and_beside_others(
     family, tmp_path, make_artifact

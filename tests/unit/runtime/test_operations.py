@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from quantflow.backends import native
 from quantflow.errors import IntegrityError
+from quantflow.models.architecture import Temperature
 from quantflow.runtime import operations
 from quantflow.runtime.kv_cache import KINDS, KVCache
 from quantflow.runtime.operations import (
@@ -36,10 +38,11 @@ def attended(
     shift: float = 0.0,
     kind: str = "float32",
     rounds: bool = False,
+    **block_options,
 ):
     """Feed columns in pieces; their outputs [B, T, query, DIM], and their queries, keys, values."""
     heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=DIM, scale=0.7, eps=1e-6)
-    block = DecoderBlock(products=(), window=window)
+    block = DecoderBlock(products=(), window=window, **block_options)
     operations = Operations(heads, [block], rounds=rounds)
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(
@@ -97,6 +100,32 @@ def test_every_query_attends_to_what_it_sees(counts, heads, window, padding, see
         counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed
     )
     for row, at, head, output in expected(*inputs, window=window, padding=padding):
+        assert (found[row, at, head].double() - output).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 70])
+@pytest.mark.parametrize(("query", "shared"), [(3, 3), (6, 2), (9, 1)])
+def test_a_query_sees_its_own_chunk_alone_counted_from_the_first_token(query, shared, chunk):
+    shape = {"query": query, "shared": shared, "padding": [0, 20], "seed": 0}
+    found, q, k, v = attended(counts=[70, 1, 1, 17], window=0, chunk=chunk, **shape)
+    for row, skip in enumerate(shape["padding"]):
+        for begin in range(skip, q.shape[1], chunk):  # each chunk as a text of its own
+            parts = (each[row : row + 1, begin : begin + chunk] for each in (q, k, v))
+            for _, at, head, output in expected(*parts, window=0, padding=[0]):
+                own = found[row, begin + at, head].double()
+                assert (own - output).abs().max() < 5e-6
+
+
+def test_queries_grow_with_their_positions_in_the_text():
+    temperature = Temperature(floor_scale=3.0, attn_scale=0.5)
+    shape = {"counts": [4, 5], "query": 2, "shared": 1, "window": 0, "seed": 0, "padding": [0, 2]}
+    found, q, k, v = attended(**shape, temperature=temperature)
+    # steps of three positions, by hand: the third position is the first of the second step
+    steps = [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    for row, skip in enumerate(shape["padding"]):
+        for at, step in enumerate(steps[: 9 - skip]):
+            q[row, skip + at] *= 1 + 0.5 * math.log(1 + step)
+    for row, at, head, output in expected(q, k, v, window=0, padding=shape["padding"]):
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
 
 

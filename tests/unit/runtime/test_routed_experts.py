@@ -13,7 +13,7 @@ from quantflow.runtime.operations import why_not
 from quantflow.runtime.routed_experts import RoutedExperts
 
 pytestmark = pytest.mark.skipif(why_not(16) is not None, reason="no C compiler")
-SOFTMAX, SIGMOID, MIXER = RouterScores
+SOFTMAX, SIGMOID, MIXER, OF_CHOSEN = RouterScores
 HIDDEN = 24
 
 
@@ -95,6 +95,30 @@ def test_experts_that_are_chosen_one_after_the_other_weigh_what_is_near_them():
     # the second choice is alone: nothing else is near it
     wanted = torch.tensor([[first, 1.0, 0, 0], [last, 0, 0, 1.0]])
     assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_sigmoids_that_are_equal_in_float32_leave_the_choice_to_the_logits():
+    logits = torch.tensor([[18.0, 19.0, 30.0, 20.0], [-1.0, 0.5, 0.0, -120.0]])
+    routing = Routing(experts=4, chosen=2, normalized=False, scores=OF_CHOSEN)
+    found = weights_of(logits, routing)
+    assert found[0].tolist() == [0, 0, 1, 1]
+    assert torch.allclose(found[1], torch.tensor([0, 1 / (1 + math.exp(-0.5)), 0.5, 0]))
+
+
+def test_weights_that_scale_inputs_multiply_what_an_expert_reads_and_nothing_else():
+    logits, x = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.0]]), torch.tensor([[4.0], [-2.0]])
+    routing = Routing(
+        experts=3, chosen=2, normalized=False, scores=OF_CHOSEN, scales_inputs=True, factor=2.0
+    )
+    experts = RoutedExperts(
+        router=lambda _: logits.clone(),
+        experts=[(lambda x: x, lambda x, n=number: x + 10.0**n) for number in range(3)],
+        routing=routing,
+        form=Form(),
+    )
+    three, one, two = (1 / (1 + math.exp(-logit)) for logit in (3.0, 1.0, 2.0))
+    wanted = torch.tensor([[8 * three + 8 * one + 110], [-4 * two - 4 * one + 101]])
+    assert torch.allclose(experts(x, lambda up: up), wanted, rtol=1e-6)
 
 
 def test_a_sum_that_is_nothing_is_no_division_by_nothing():

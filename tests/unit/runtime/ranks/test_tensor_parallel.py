@@ -159,6 +159,8 @@ MIXTURES = [
     "phimoe, one expert after the other",
     "deepseek_v2, queries as they are",
     "deepseek_v3",
+    "llama4, a dense layer between",
+    "llama4, queries that grow",
 ]
 
 
