@@ -130,6 +130,14 @@ class Artifact:
         """
         return _config_of(self.checkpoint)
 
+    @property
+    def width(self) -> int:
+        """Features of a hidden state, which the head reads."""
+        placement = self.linears.get(self.head)
+        if placement is not None:
+            return placement.shape[1]
+        return self.checkpoint.infos[f"{self.head}.weight"].shape[1]
+
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Read plain tensors; see `models.reading.read_tensors`.
 

@@ -30,10 +30,11 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder
-from quantflow.runtime.decoding import Counts, Draft, Further, Method, generate, load_medusa
+from quantflow.runtime.decoding import Counts, Draft, Further, Method, generate
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup, echoed
 from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.loaded_medusa import medusa_heads
 from quantflow.runtime.loaded_mtp import layer_ahead
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.ranks import processes as rank_processes
@@ -316,7 +317,7 @@ def _method(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase
     if job.mtp is not None:
         return Further(layer=layer_ahead(loaded), tokens=job.mtp)
     if job.medusa is not None:
-        return load_medusa(job.medusa, device=job.device)
+        return medusa_heads(loaded, job.medusa, device=job.device)
     if job.draft is not None:
         return Draft(decoder=_draft(job.draft, job), tokens=job.draft_tokens)
     if isinstance(job.method, Beams) and job.force_words:

@@ -190,11 +190,6 @@ class LeanDecoder:
         )
 
     @property
-    def width(self) -> int:
-        """Features of a hidden state."""
-        return self._embed(torch.tensor([0])).shape[1]
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the states beside the cache's columns; 0 but for `stateful` models."""
         states = None if self.cache is None else self.cache.states

@@ -23,12 +23,13 @@ from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.drafts import AheadDraft, MedusaDraft, RowDraft
 from quantflow.runtime.batching.trace import TracedSteps
-from quantflow.runtime.decoding.medusa import Medusa, load_medusa
+from quantflow.runtime.decoding.medusa import Medusa
 from quantflow.runtime.decoding.text import word_ids
 from quantflow.runtime.generate_job import Words
 from quantflow.runtime.generation_config import NO_DEFAULTS, sampling_defaults
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.loaded_medusa import medusa_heads
 from quantflow.runtime.mtp import AheadLayer
 from quantflow.server import parsers
 from quantflow.server.characters import bound_of
@@ -552,14 +553,7 @@ def _draft(loaded: Loaded, job: ServeJob, medusa: Path | None) -> RowDraft | Non
         )
     if medusa is None:
         return AheadDraft(AheadLayer(loaded.artifact, decoder.shared), tokens=job.mtp_tokens)
-    heads = load_medusa(medusa).heads
-    shape = [decoder.vocab_size, decoder.width]
-    for number, head in enumerate(heads):
-        if list(head.projection.shape) != shape:
-            raise InputError(
-                f"{medusa}: head {number} is {list(head.projection.shape)}, the model's is {shape}",
-                "give heads that were trained for this model",
-            )
+    heads = medusa_heads(loaded, medusa).heads
     most = job.speculate if isinstance(job.speculate, int) and job.speculate else len(heads)
     return MedusaDraft(Medusa(heads=heads[:most]))
 

@@ -24,6 +24,7 @@ from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.stages.generate import command, job_from
+from tests.conftest import VOCABULARY
 from tests.shared import run
 
 PROMPTS = ("value scale", "round", "group layer token model")
@@ -450,6 +451,29 @@ def test_medusa_heads_of_a_folder_do_not_change_the_text(generate, artifact, tmp
     )
     line = ("--prompt", "value scale", "--max-new-tokens", 9)
     assert texts(generate(*line, "--medusa", tmp_path)) == texts(generate(*line))
+
+
+@pytest.mark.parametrize("decoder", ["lean", "transformers"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"1.0.weight": (9, 64)}, "head 1 is [9, 64], the model's is [320, 64]"),
+        ({"1.0.weight": (VOCABULARY, 32)}, "head 1 is [320, 32], the model's is [320, 64]"),
+        ({"0.0.linear.weight": (64, 32)}, "head 0, weight of block 0 is [64, 32], the model's is"),
+        ({"0.0.linear.bias": (1,)}, "head 0, bias of block 0 is [1], the model's is [64]"),
+    ],
+)
+def test_medusa_heads_of_another_model_are_refused_before_a_token(
+    change, why, decoder, artifact, tmp_path, capsys
+):
+    shapes = {"0.0.linear.weight": (64, 64), "0.0.linear.bias": (64,)}
+    shapes |= {"0.1.weight": (VOCABULARY, 64), "1.0.weight": (VOCABULARY, 64)} | change
+    heads = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(heads, tmp_path / "medusa_lm_head.safetensors")
+    line = ("--prompt", "value scale", "--medusa", tmp_path, "--decoder", decoder)
+    assert run("generate", artifact, *line) == 3
+    out, err = capsys.readouterr()
+    assert why in err and "give heads that were trained for this model" in err and not out
 
 
 def test_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
