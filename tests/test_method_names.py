@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # rows of a matrix, the `counts` of samples and tokens in a measurement's record, the site
 # `gradient` at which observers look.
 HOMONYMS = {"count", "counts", "rows", "gradient"}
-# `fp8` is a scheme's name, and more often meant so.
+# `fp8` is a scheme's name, and more often meant so; `imatrix` is a field of jobs too.
 HOMES = {  # kind -> its names, and the package and table where they may stand
     "algorithm": (
         {*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, *COMBINATIONS},
@@ -31,7 +31,7 @@ HOMES = {  # kind -> its names, and the package and table where they may stand
         ("quantflow/observers/",),
     ),
     "format": (
-        set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8"},
+        set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8", "imatrix"},
         ("quantflow/formats/", "quantflow/exporting/exporters.py"),
     ),
 }

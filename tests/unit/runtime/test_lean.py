@@ -1,6 +1,7 @@
 """The lean decoder against transformers' model with the same dequantized weights."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -652,10 +653,14 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
     monkeypatch.setattr(DynamicCache, "update", rounding)
     expected = walk(TransformersDecoder(model, crops=True))
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind))
-    for ours, theirs, whole in zip(found, expected, exact, strict=True):
-        # A number in the middle between two codes may fall to either: a few among hundreds, a
-        # twentieth of all at most.
-        assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
+    away = [
+        float((ours - theirs).abs().max() / (theirs - whole).abs().max())
+        for ours, theirs, whole in zip(found, expected, exact, strict=True)
+    ]
+    # Another rule of rounding would move every call. A number in the middle between two codes may
+    # fall to either, which depends on the CPU's sums: it moves the calls that read it, by a tenth
+    # of what the rounding of all numbers does at most.
+    assert median(away) < 1e-3 and max(away) < 0.1, away
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)

@@ -373,6 +373,7 @@ def test_unified_counts_what_was_merged_by_which_rule():
     assert found == {
         ("abs_sum", "added"): 3,
         ("square_sum", "added"): 3,
+        ("power_sum", "added"): 3,
         ("amax", "maximum"): 3,
         ("amax", "taken once"): 1,  # of the weight
         ("channel_amax", "maximum"): 3,
