@@ -209,6 +209,8 @@ class Form:
             most `limit` and up between -limit and limit.
         parallel: the MLP reads the hidden state that attention reads, not the one that attention
             was added to.
+        post: a norm is of the hidden state after a branch was added, and takes its place: the MLP's
+            first norm after attention, its second one after the MLP.
         centered: norms subtract the mean first (LayerNorm).
         residual: factor of what attention and MLP add.
     """
@@ -218,6 +220,7 @@ class Form:
     alpha: float = 1.0
     limit: float = math.inf
     parallel: bool = False
+    post: bool = False
     centered: bool = False
     residual: float = 1.0
 
@@ -259,6 +262,7 @@ class Blueprint:
 
     Attributes:
         names: names of its parts.
+        norm: name of the last norm; None: there is none.
         layers: number of layers.
         vocab_size: V.
         positions: most positions of a sequence; None where nothing bounds them.
@@ -270,6 +274,7 @@ class Blueprint:
         unit_qk_norms: queries and keys of layers with a rotary embedding have norms of ones.
         ropes: the rotary embeddings.
         rope_of_layer: index into `ropes` of each layer; None for none, and for gated delta nets.
+        position_offset: row of the embedding of positions that the first position has.
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         latent: multi-head latent attention; None: queries, keys and values of heads.
@@ -284,6 +289,7 @@ class Blueprint:
     """
 
     names: PartNames
+    norm: str | None
     layers: int
     vocab_size: int
     positions: int | None
@@ -303,6 +309,7 @@ class Blueprint:
     linear: tuple[bool, ...] = ()
     by_head: bool = False
     rotary_pairs: bool = False
+    position_offset: int = 0
     unit_offset: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -582,6 +589,8 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
                 f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}"
             )
     keys.read |= design.ignored_keys
+    if design.mlp_size_key is not None:
+        keys.read.add(design.mlp_size_key)  # the shapes of tensors say it
     # a bias is added where there is a tensor, whatever its key says
     biases = (design.qkv_bias, design.output_bias, design.mlp_bias, design.head_bias)
     keys.read |= {flag[0] for flag in biases if isinstance(flag, tuple)}
@@ -631,6 +640,15 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     unit_qk_norms = design.unit_qk_norms and has_qk_norms
     if unit_qk_norms and any(rope.inverse_frequencies(each)[1] != 1 for each in ropes):
         raise UnsupportedDesign("it knows norms behind a rotation that stretches no feature")
+    names = _ends(names, design, keys, hidden_size)
+    norm: str | None = names.norm
+    if design.norm_before_key is not None and not keys.get(design.norm_before_key):
+        form, norm = replace(form, post=True), None
+        names = replace(
+            names, attention_norm=None, mlp_norm=names.attention_norm, gated_norm=names.mlp_norm
+        )
+    if design.no_last_norm_key is not None and keys.get(design.no_last_norm_key):
+        norm = None
     keys.read |= {*design.shared_size_keys}
     if design.mlp_size_key is not None:
         keys.read.add(design.mlp_size_key)
@@ -638,6 +656,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         mixture = replace(mixture, shared=())
     return Blueprint(
         names=names,
+        norm=norm,
         layers=layers,
         vocab_size=keys.count("vocab_size"),
         positions=positions,
@@ -669,11 +688,21 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         linear=linear,
         by_head=row.by_head,
         rotary_pairs=latent is None and keys.flag(design.rotary_pairs),
+        position_offset=design.position_offset,
         unit_offset=row.unit_offset,
         embedding_scale=embedding_scale,
         logits_scale=logits_scale,
         logits_cap=keys.cap("final_logit_softcapping") if design.soft_caps else 0.0,
     )
+
+
+def _ends(names: PartNames, design: DecoderDesign, keys: Keys, hidden_size: int) -> PartNames:
+    """The names, without linears behind embeddings and before the head where widths are equal."""
+    key = design.embedding_size_key
+    if key is None or keys.get(key) in (None, hidden_size):
+        return replace(names, embedding_linear=None, head_linear=None)
+    keys.count(key)
+    return names
 
 
 def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]:
@@ -878,7 +907,7 @@ def _ropes(
     design: DecoderDesign, keys: Keys, head_dim: int, windows: Sequence[int]
 ) -> tuple[tuple[Rope, ...], tuple[int | None, ...]]:
     """The rotary embeddings of a model, and for each layer which one it has."""
-    if design.alibi:
+    if design.alibi or not design.rotates:
         return (), (None,) * len(windows)
     parameters = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if not isinstance(parameters, dict):

@@ -44,6 +44,9 @@ class PartNames:
         layers: the list of decoder layers.
         embedding, norm, head: token embedding, last norm and head of the model.
         embedding_norm: norm of embeddings, before the first layer; None where there is none.
+        positions: learned embedding of positions, added to that of tokens; None: there is none.
+        embedding_linear, head_linear: linears from embeddings to the hidden state, and from it to
+            what the head reads, where the two are of another width; None: there are none.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -62,6 +65,9 @@ class PartNames:
     norm: str = "model.norm"
     head: str = "lm_head"
     embedding_norm: str | None = None
+    positions: str | None = None
+    embedding_linear: str | None = None
+    head_linear: str | None = None
 
     @property
     def attention(self) -> str:
@@ -210,6 +216,7 @@ class DecoderDesign:
         activation_key: key of the activation.
         activation: the activation where no key says it.
         mlp_size_key: key of the width of a dense layer's MLP; None: four times the hidden size.
+        mlp_size_optional: the width is that too where the key has no value.
         clamped_swiglu: the MLP is gate * sigmoid(swiglu_alpha gate) * (up + 1), with gate and up
             clamped at swiglu_limit.
         eps_key: key of the norms' epsilon.
@@ -237,6 +244,8 @@ class DecoderDesign:
         tempered: queries of layers without a rotary embedding grow with their positions, if
             attn_temperature_tuning says so.
         alibi: scores are lower the farther a position lies (ALiBi), and nothing is rotated.
+        position_offset: row of the embedding of positions that the first position has.
+        rotates: queries and keys are rotated, unless `alibi`.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
@@ -256,6 +265,10 @@ class DecoderDesign:
         scaled_embedding: a token's embedding is multiplied by hidden_size^0.5.
         parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
             it.
+        norm_before_key: key that is false where a norm is of the hidden state after attention or
+            MLP was added, and takes its place (post-LN); None: norms are of what a branch reads.
+        no_last_norm_key: key that is true where no norm comes before the head; None: one does.
+        embedding_size_key: key of the width of embeddings; None or without a value: hidden_size.
         clip_key: key of the size at which queries, keys and values are clipped, behind norms of all
             heads and before the rotation; None: they are not.
         whole_qk_norms: norms of queries and keys are of all heads at once, not of each.
@@ -276,6 +289,7 @@ class DecoderDesign:
     activation_key: str = "hidden_act"
     activation: str | None = None
     mlp_size_key: str | None = "intermediate_size"
+    mlp_size_optional: bool = False
     clamped_swiglu: bool = False
     eps_key: str = "rms_norm_eps"
     eps: float | None = None
@@ -296,6 +310,8 @@ class DecoderDesign:
     chunked: bool = False
     tempered: bool = False
     alibi: bool = False
+    position_offset: int = 0
+    rotates: bool = True
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
     theta_key: str = "rope_theta"
@@ -309,6 +325,9 @@ class DecoderDesign:
     multipliers: bool = False
     scaled_embedding: bool = False
     parallel_residual: bool | str = False
+    norm_before_key: str | None = None
+    no_last_norm_key: str | None = None
+    embedding_size_key: str | None = None
     clip_key: str | None = None
     whole_qk_norms: bool = False
     qk_norm_key: str | None = None
@@ -537,6 +556,30 @@ _QWEN35_DECODER = DecoderDesign(
     partial_rope=True,
     grid_rope=True,
     output_gate=True,
+)
+_GPT_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    }
+)
+# of training, of tokenizers, and of heads beside the language model's
+_GPT_IGNORED = frozenset(
+    {
+        "attn_pdrop",
+        "gradient_checkpointing",
+        "n_ctx",
+        "n_special",
+        "predict_special_tokens",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "tokenizer_class",
+    }
 )
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
@@ -1354,6 +1397,95 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     qkv_bias=("use_bias", True),
                     output_bias=("use_bias", True),
                     mlp_bias=("use_bias", True),
+                    tied=True,
+                ),
+            ),
+            # Its weights are stored as [in, out]; the linears are [out, in] as all others.
+            FamilyRow(
+                model_type="gpt2",
+                architecture="GPT2LMHeadModel",
+                names=PartNames(
+                    qkv=("attn.c_attn",),
+                    output="attn.c_proj",
+                    up=("mlp.c_fc",),
+                    down="mlp.c_proj",
+                    attention_norm="ln_1",
+                    mlp_norm="ln_2",
+                    layers="transformer.h",
+                    embedding="transformer.wte",
+                    positions="transformer.wpe",
+                    norm="transformer.ln_f",
+                ),
+                gated=False,
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "activation_function": "gelu_new",
+                        "layer_norm_epsilon": 1e-5,
+                        "max_position_embeddings": 1024,
+                    },
+                    aliases=_GPT_ALIASES,
+                    supported_values={
+                        "add_cross_attention": False,
+                        "scale_attn_by_inverse_layer_idx": False,
+                        "scale_attn_weights": True,
+                    },
+                    # how scores are computed, not which
+                    ignored_keys=_GPT_IGNORED | {"reorder_and_upcast_attn"},
+                    activation_key="activation_function",
+                    mlp_size_key="n_inner",
+                    mlp_size_optional=True,
+                    eps_key="layer_norm_epsilon",
+                    rotates=False,
+                    qkv_bias=True,
+                    output_bias=True,
+                    mlp_bias=True,
+                    tied=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="opt",
+                architecture="OPTForCausalLM",
+                names=PartNames(
+                    output="self_attn.out_proj",
+                    up=("fc1",),
+                    down="fc2",
+                    attention_norm="self_attn_layer_norm",
+                    mlp_norm="final_layer_norm",
+                    layers="model.decoder.layers",
+                    embedding="model.decoder.embed_tokens",
+                    positions="model.decoder.embed_positions",
+                    embedding_linear="model.decoder.project_in",
+                    head_linear="model.decoder.project_out",
+                    norm="model.decoder.final_layer_norm",
+                ),
+                gated=False,
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "activation_function": "relu",
+                        "do_layer_norm_before": True,
+                        "_remove_final_layer_norm": False,
+                        "max_position_embeddings": 2048,
+                    },
+                    supported_values={"layer_norm_elementwise_affine": True},
+                    # of training
+                    ignored_keys=frozenset(
+                        {"activation_dropout", "dropout", "init_std", "layerdrop", "prefix"}
+                    ),
+                    activation_key="activation_function",
+                    mlp_size_key="ffn_dim",
+                    eps=1e-5,
+                    position_offset=2,
+                    rotates=False,
+                    norm_before_key="do_layer_norm_before",
+                    no_last_norm_key="_remove_final_layer_norm",
+                    embedding_size_key="word_embed_proj_dim",
+                    qkv_bias=("enable_bias", True),
+                    output_bias=("enable_bias", True),
+                    mlp_bias=("enable_bias", True),
                     tied=True,
                 ),
             ),

@@ -119,6 +119,9 @@ class ListedTensors:
         }
         embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
         others = dict(_others(blueprint))
+        if names.positions is not None:
+            rows = keys.count("max_position_embeddings") + blueprint.position_offset
+            others[f"{names.positions}.weight"] = (rows, keys.count("hidden_size"))
         self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms, **others}
         if row.traced and not (row.mixture and row.mixture.linear_router):
             # what chooses experts is no linear there, but a module of its own
@@ -260,12 +263,25 @@ def _linears(
             for name, shape, has_bias in _of_mixture(design, blueprint, blueprint.mixture, keys):
                 yield f"{prefix}.{name}", shape, has_bias
             continue
-        width = 4 * hidden if design.mlp_size_key is None else keys.count(design.mlp_size_key)
+        width = _mlp_width(design, keys, hidden)
         rows = width * (2 if blueprint.form.gated else 1) // len(names.up)
         for name in names.up:
             yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.mlp_bias, keys)
         yield f"{prefix}.{names.down}", (hidden, width), _has_bias(design.mlp_bias, keys)
-    yield names.head, (blueprint.vocab_size, hidden), _has_bias(design.head_bias, keys)
+    read = hidden
+    if names.embedding_linear is not None and names.head_linear is not None:
+        read = keys.count(str(design.embedding_size_key))
+        yield names.embedding_linear, (hidden, read), False
+        yield names.head_linear, (read, hidden), False
+    yield names.head, (blueprint.vocab_size, read), _has_bias(design.head_bias, keys)
+
+
+def _mlp_width(design: DecoderDesign, keys: Keys, hidden: int) -> int:
+    """Width of a dense layer's MLP."""
+    key = design.mlp_size_key
+    if key is None or (design.mlp_size_optional and keys.get(key) is None):
+        return 4 * hidden
+    return keys.count(key)
 
 
 def _of_latent(
@@ -374,7 +390,8 @@ def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
         yield from (
             (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
         )
-    yield names.norm, hidden
+    if blueprint.norm is not None:
+        yield blueprint.norm, hidden
     if names.embedding_norm is not None:
         yield names.embedding_norm, hidden
 

@@ -154,6 +154,7 @@ typedef struct {
     int64_t whole_norms;       /* q_norm and k_norm are of all heads at once */
     int64_t centered;          /* norms subtract the mean first (LayerNorm) */
     int64_t parallel;          /* the MLP reads what attention reads, not what it added to */
+    int64_t post; /* norms are of sums and take their place: mlp_norm, then gated_norm (post-LN) */
     int64_t activation, gated; /* MLP: activation(gate) * up where gated, else activation(up) */
     int64_t rounds;  /* queries and attention probabilities may be rounded to bfloat16 */
     float scale;     /* factor of scores */
@@ -353,10 +354,11 @@ static void add_norm_of_row(const void *context, int64_t row) {
 }
 
 /* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it
- * was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. */
+ * was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. out may
+ * be x without `late`. */
 void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows,
               int64_t width, float eps, int64_t centered, float residual, int64_t late) {
-    CHECK(x && out && rows >= 0 && width > 0);
+    CHECK(x && out && rows >= 0 && width > 0 && !(late && out == x));
     AddNorm context = {x, delta, out, after, before, width, centered, late, eps, residual};
     share(add_norm_of_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
@@ -1663,10 +1665,13 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
                               l->PRODUCT.bias, Y, 0)
 #define ADD_NORM(DELTA, AFTER, BEFORE, LATE) \
     add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE)
+    CHECK(!(s->post && s->parallel));
+    if (s->post) norm = x;
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
         /* what the MLP of the layer before adds is added here: one pass over x instead of two */
         float *before = l == layers ? NULL : delta;
-        ADD_NORM(before, l == layers ? (Norm){0} : l[-1].gated_norm, l->attention_norm, 0);
+        const Norm after = l == layers ? (Norm){0} : l[-1].gated_norm;
+        ADD_NORM(before, s->post ? (Norm){0} : after, s->post ? after : l->attention_norm, 0);
         LINEAR(qkv, norm, qkv);
         if (l->delta_net) {
             LINEAR(delta_net->scores, norm, scores);
@@ -1731,6 +1736,7 @@ const struct field *structure_fields(void) {
         FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
         FIELD(Step, latent), FIELD(Step, output_gate), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
+        FIELD(Step, post),
         FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
         FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, clip), FIELD(Step, residual), FIELD(Step, alpha),
         FIELD(Step, limit), END(Step),

@@ -153,7 +153,8 @@ class LeanDecoder:
         )
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
         embedding, self._norm, self._head = ends(artifact, blueprint, pack)
-        self._embedding_norm = embedding_norm(artifact, blueprint)
+        self._entrance = entrance(artifact, blueprint, pack)
+        self._exit = exit_linear(artifact, blueprint, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [
@@ -182,7 +183,7 @@ class LeanDecoder:
         """What layers that predict further tokens need of the model."""
         return ModelParts(
             blueprint=self._blueprint,
-            embed=self._embedded,
+            embed=lambda ids: self._embedded(ids, lambda: torch.zeros_like(ids)),
             logits=self._logits,
             new_cache=self._new_cache,
             rotary_tables=self._grow_rotary_tables,
@@ -334,7 +335,7 @@ class LeanDecoder:
         operations, x, delta = self._rows(input_ids, first, start, table, slots, adapters)
         if len(wanted) < len(x):
             x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
-        return self._logits(operations.last_norm(x, delta, self._norm))
+        return self._logits(self._last(operations, x, delta))
 
     @torch.inference_mode()
     def forward_rows_states(
@@ -355,7 +356,7 @@ class LeanDecoder:
         """
         operations, x, delta = self._rows(input_ids, first, start, table, slots, adapters)
         # a copy: the next step writes into the same memory
-        states = operations.last_norm(x, delta, self._norm).clone()
+        states = self._last(operations, x, delta).clone()
         return self._logits(states[wanted]), states
 
     def _rows(
@@ -372,7 +373,13 @@ class LeanDecoder:
         if self._row_adapters is not None and self._row_adapters[0].choose(first, adapters):
             operations = self._row_adapters[1]
         operations.step_rows(first, start, table, torch.zeros_like(start), slots)
-        x = self._embedded(input_ids)  # [N, H]
+
+        def positions() -> Tensor:
+            # a sequence's first new token is number `first` of all
+            begins = (start - first[:-1]).repeat_interleave(first.diff())
+            return begins + torch.arange(len(input_ids))  # [N]
+
+        x = self._embedded(input_ids, positions)  # [N, H]
         return operations, x, operations.run(x)
 
     def keep(self, rows: Tensor) -> None:
@@ -393,18 +400,34 @@ class LeanDecoder:
         if padding is not None:
             cache.padding.copy_(padding)
         operations.step(count)
-        x = self._embedded(input_ids.reshape(-1))  # [B * T, H]
+
+        def positions() -> Tensor:
+            columns = cache.length + torch.arange(count)
+            return (columns - cache.padding[:, None]).clamp(min=0).reshape(-1)  # [B * T]
+
+        x = self._embedded(input_ids.reshape(-1), positions)  # [B * T, H]
         delta = operations.run(x)
         cache.length += count
         if last_only and count > 1:
             last = slice(count - 1, None, count)
             # [B, H]
             x, delta = x[last].contiguous(), None if delta is None else delta[last].contiguous()
-        return operations.last_norm(x, delta, self._norm)
+        return self._last(operations, x, delta)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """The hidden states of tokens [N] before the first layer, [N, H]."""
-        return embedded(self._embed(ids), self._blueprint, self._embedding_norm)
+    def _last(self, operations: Operations, x: Tensor, delta: Tensor | None) -> Tensor:
+        """What the head reads, [N, H], of x and of what is still to be added to it."""
+        hidden = operations.last_norm(x, delta, self._norm)
+        return hidden if self._exit is None else self._exit(hidden)
+
+    def _embedded(self, ids: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+        """The hidden states of tokens [N] before the first layer, [N, H].
+
+        Args:
+            ids: int64 [N].
+            positions: position of each, int64 [N]; called where the model has embeddings of them.
+        """
+        at = None if self._entrance.positions is None else positions()
+        return embedded(self._embed(ids), self._blueprint, self._entrance, at)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """The logits [N, V] of hidden states [N, H]."""
@@ -442,18 +465,69 @@ def delta_states(
     return DeltaStates(blueprint.delta, layers=count, sequences=sequences)
 
 
-def embedding_norm(artifact: Artifact, blueprint: Blueprint) -> Norm:
-    """The norm of embeddings; none where the model has none."""
-    name = blueprint.names.embedding_norm
-    return NO_NORM if name is None else norm_of(artifact, blueprint, name)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entrance:
+    """What lies between the embedding of tokens and the first layer.
+
+    Attributes:
+        linear: from the width of embeddings to that of hidden states; None: the two are equal.
+        positions: a row for each position, float32 [P, H], which is added; None: there are none.
+        norm: norm of the sum.
+    """
+
+    linear: Projection | None = None
+    positions: Tensor | None = None
+    norm: Norm = NO_NORM
 
 
-def embedded(x: Tensor, blueprint: Blueprint, norm: Norm) -> Tensor:
-    """The hidden states [N, H] that the first layer reads, of rows of the embedding."""
+def entrance(artifact: Artifact, blueprint: Blueprint, pack: Pack | None) -> Entrance:
+    """Read what lies between the embedding of tokens and the first layer."""
+    names, positions = blueprint.names, None
+    if names.positions is not None:
+        table = f"{names.positions}.weight"
+        positions = artifact.read([table], torch.float32)[table][blueprint.position_offset :]
+    linear, norm = names.embedding_linear, names.embedding_norm
+    return Entrance(
+        linear=None if linear is None else projection(artifact, [linear], pack),
+        positions=positions,
+        norm=NO_NORM if norm is None else norm_of(artifact, blueprint, norm),
+    )
+
+
+def exit_linear(artifact: Artifact, blueprint: Blueprint, pack: Pack | None) -> Projection | None:
+    """Read the linear from the hidden state to what the head reads; None where there is none."""
+    name = blueprint.names.head_linear
+    return None if name is None else projection(artifact, [name], pack)
+
+
+def embedded(
+    x: Tensor, blueprint: Blueprint, entrance: Entrance, positions: Tensor | None
+) -> Tensor:
+    """The hidden states [N, H] that the first layer reads.
+
+    Args:
+        x: [N, E] rows of the embedding.
+        blueprint: the model.
+        entrance: its entrance.
+        positions: int64 [N], position of each token; read where the model has embeddings of them.
+
+    Raises:
+        UsageError: a position that the model has no embedding of.
+    """
     x = x if blueprint.embedding_scale == 1 else x * blueprint.embedding_scale
-    if norm.weight is None:
+    if entrance.linear is not None:
+        x = entrance.linear(x)
+    table = entrance.positions
+    if table is not None and positions is not None:
+        if len(positions) and int(positions.max()) >= len(table):
+            raise UsageError(
+                f"position {int(positions.max())}: {blueprint.names.positions} has {len(table)}",
+                "use shorter prompts or fewer new tokens",
+            )
+        x = x + table[positions]
+    if entrance.norm.weight is None:
         return x
-    return normalized(x, norm, blueprint.heads.eps, centered=blueprint.form.centered)
+    return normalized(x, entrance.norm, blueprint.heads.eps, centered=blueprint.form.centered)
 
 
 def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:
@@ -648,7 +722,7 @@ def _exchange(blueprint: Blueprint, prefix: str, ranks: Ranks) -> Exchange:
 def ends(
     artifact: Artifact, blueprint: Blueprint, pack: Pack | None
 ) -> tuple[Tensor, Norm, Projection]:
-    """The embedding [V, H], the last norm, and the head, which may be the embedding again."""
+    """The embedding [V, E], the last norm, and the head, which may be the embedding again."""
     embedding, source = (
         plain_weight(artifact, f"{blueprint.names.embedding}.weight", pack),
         artifact.head,
@@ -658,7 +732,8 @@ def ends(
     head = (
         tied_head if source == blueprint.names.embedding else projection(artifact, [source], pack)
     )
-    return embedding, norm_of(artifact, blueprint, blueprint.names.norm), head
+    norm = NO_NORM if blueprint.norm is None else norm_of(artifact, blueprint, blueprint.norm)
+    return embedding, norm, head
 
 
 def norm_of(artifact: Artifact, blueprint: Blueprint, name: str) -> Norm:

@@ -86,8 +86,12 @@ class LeanCheck:
             rows = self._artifact.read_rows(
                 f"{self._blueprint.names.embedding}.weight", ids
             ).float()
-            norm = lean.embedding_norm(self._artifact, self._blueprint)
-            embedded = lean.embedded(functional.embedding(places, rows), self._blueprint, norm)
+            embedded = lean.embedded(
+                functional.embedding(places, rows),
+                self._blueprint,
+                lean.entrance(self._artifact, self._blueprint, None),
+                torch.arange(len(tokens)),
+            )
             self._compare("the embedding", embedded, expected[0], exact=embedded, least=expected[0])
 
     def _added(self, artifact: Artifact, index: int, hidden: Tensor, *, rounded: bool) -> Tensor:
@@ -122,6 +126,8 @@ class LeanCheck:
         hidden = Operations(self._blueprint.heads, [], self._blueprint.form).last_norm(
             last.clone(), None, norm
         )
+        exit_linear = lean.exit_linear(artifact, self._blueprint, None)
+        hidden = hidden if exit_linear is None else exit_linear(hidden)
         return lean.scaled(head(hidden), self._blueprint)
 
     def _compare(

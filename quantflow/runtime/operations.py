@@ -260,6 +260,7 @@ class _Step(ctypes.Structure):
         ("whole_norms", _COUNT),
         ("centered", _COUNT),
         ("parallel", _COUNT),
+        ("post", _COUNT),
         ("activation", _COUNT),
         ("gated", _COUNT),
         ("rounds", _COUNT),
@@ -486,6 +487,7 @@ class Operations:
             whole_norms=heads.whole_norms,
             centered=form.centered,
             parallel=form.parallel,
+            post=form.post,
             activation=ACTIVATIONS.index(form.activation),
             gated=form.gated,
             rounds=self._rounds,
@@ -567,10 +569,11 @@ class Operations:
             ):
                 raise MemoryError(f"inputs of {rows} tokens")
             return self._between[-1][:rows]
-        delta, after = None, NO_NORM
+        delta: Tensor | None = None
+        after = NO_NORM
         for index, block in enumerate(self._blocks):
             qkv, output, *mlp = block.products
-            norm = self.add_norm(x, delta, block.attention_norm, after=after)
+            norm = self._first_norm(x, delta, after, block.attention_norm)
             if block.delta_net is not None:
                 delta = output(self.delta_rule(qkv(norm), block.delta_net.scores(norm), index))
             else:
@@ -594,9 +597,23 @@ class Operations:
             delta: what `run` returned, [N, H].
             norm: last norm of the model.
         """
-        return self.add_norm(
-            x, delta, norm, after=self._blocks[-1].gated_norm if self._blocks else NO_NORM
-        )
+        after = self._blocks[-1].gated_norm if self._blocks else NO_NORM
+        normed = self._first_norm(x, delta, after, norm)
+        # behind the last layer of post-LN there may be a norm of the whole model
+        return self.add_norm(x, None, norm) if self._form.post else normed
+
+    def _first_norm(self, x: Tensor, delta: Tensor | None, after: Norm, norm: Norm) -> Tensor:
+        """Add what the layer before left to x; what the next layer reads.
+
+        Args:
+            x: [N, H], changed.
+            delta: what the MLP before left, [N, H]; None before the first layer.
+            after: second norm of that MLP.
+            norm: norm that the next layer begins with.
+        """
+        if self._form.post:
+            return self.add_norm(x, delta, after)
+        return self.add_norm(x, delta, norm, after=after)
 
     def add_norm(
         self,
@@ -609,6 +626,8 @@ class Operations:
     ) -> Tensor:
         """Add the norm `after` of delta to x in place; the norm of x, valid until the next call.
 
+        With `Form.post` the norm of x takes the place of x.
+
         Args:
             x: [N, H].
             delta: [N, H], changed; None adds nothing.
@@ -616,7 +635,7 @@ class Operations:
             after: norm of what is added.
             late: the returned norm is of x as it was before.
         """
-        out = self._room("norm", *x.shape)
+        out = x if self._form.post else self._room("norm", *x.shape)
         if not len(x):
             return out
         pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())

@@ -28,6 +28,8 @@ SIZES = {
     "num_attention_heads": 4,
 }
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True}
+# families whose heads all have keys and values of their own, or another key for their number
+ALL_HEADS = ("gpt_neox", "bloom", "dbrx", "gpt2", "opt")
 LLAMA = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 
@@ -79,7 +81,7 @@ def runs(family):
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
     # every head of multi-head latent attention has keys of its own
     heads = 4 if DECODED[family].latent else 2
-    few = {} if family in ("gpt_neox", "bloom", "dbrx") else {"num_key_value_heads": heads}
+    few = {} if family in ALL_HEADS else {"num_key_value_heads": heads}
     # transformers' default is no number
     few |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else runs(family)
     theirs = CONFIG_MAPPING[family](**SIZES, **few)
@@ -703,6 +705,116 @@ RELEASED = {
 def test_the_keys_of_released_models_are_known(name):
     found = read(COMMON | RELEASED[name])
     assert isinstance(found, Blueprint), found
+
+
+GPT2_MEDIUM = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "gradient_checkpointing": False,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 1024,
+    "n_head": 16,
+    "n_inner": None,
+    "n_layer": 24,
+    "n_positions": 1024,
+    "n_special": 0,
+    "predict_special_tokens": True,
+    "reorder_and_upcast_attn": False,
+    "resid_pdrop": 0.1,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+
+
+def test_gpt2_has_a_row_for_each_position_and_rotates_nothing():
+    found = read(GPT2_MEDIUM)
+    assert isinstance(found, Blueprint), found
+    assert (found.layers, found.heads.head_dim, found.positions) == (24, 64, 1024)
+    assert (found.names.positions, found.position_offset) == ("transformer.wpe", 0)
+    assert found.ropes == () and set(found.rope_of_layer) == {None}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("add_cross_attention", True),
+    ],
+)
+def test_what_changes_the_scores_of_gpt2_is_a_no(key, value):
+    assert read(GPT2_MEDIUM | {key: value}) == (
+        f"it knows {key}={not value} of config.json, not {value}"
+    )
+
+
+OPT_6B = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "attention_dropout": 0.0,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "ffn_dim": 16384,
+    "hidden_size": 4096,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 4096,
+}
+OPT_350M = OPT_6B | {
+    "do_layer_norm_before": False,
+    "hidden_size": 1024,
+    "ffn_dim": 4096,
+    "num_attention_heads": 16,
+    "word_embed_proj_dim": 512,
+}
+
+
+def test_opt_has_norms_before_a_branch_or_behind_it():
+    usual, behind = read(OPT_6B), read(OPT_350M)
+    assert isinstance(usual, Blueprint) and isinstance(behind, Blueprint), (usual, behind)
+    assert (usual.form.post, usual.norm) == (False, "model.decoder.final_layer_norm")
+    assert (usual.names.attention_norm, usual.names.gated_norm) == ("self_attn_layer_norm", None)
+    assert (behind.form.post, behind.norm) == (True, None)
+    names = behind.names
+    assert (names.attention_norm, names.mlp_norm) == (None, "self_attn_layer_norm")
+    assert names.gated_norm == "final_layer_norm"
+    assert read(OPT_6B | {"_remove_final_layer_norm": True}).norm is None
+
+
+def test_opt_has_linears_behind_narrow_embeddings_alone():
+    assert read(OPT_6B).names.embedding_linear is None
+    assert read(OPT_6B | {"word_embed_proj_dim": None}).names.head_linear is None
+    narrow = read(OPT_350M).names
+    assert narrow.embedding_linear == "model.decoder.project_in"
+    assert narrow.head_linear == "model.decoder.project_out"
+    assert read(OPT_350M | {"word_embed_proj_dim": "512"}) == (
+        "word_embed_proj_dim of config.json is '512', no positive integer"
+    )
+    assert "layer_norm_elementwise_affine" in str(
+        read(OPT_6B | {"layer_norm_elementwise_affine": False})
+    )
 
 
 BLOOM_560M = {

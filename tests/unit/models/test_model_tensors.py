@@ -65,6 +65,9 @@ def configurations(family):
     if family == "dbrx":
         heads = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
         sizes |= {"d_model": SIZES["hidden_size"], "attn_config": heads}
+    if family == "opt":  # as 350m has them
+        yield theirs(**sizes, word_embed_proj_dim=32, do_layer_norm_before=False), {}
+        yield theirs(**sizes, enable_bias=False, _remove_final_layer_norm=True), {}
     if family == "granitemoehybrid":
         sizes |= {"layer_types": ["attention"] * SIZES["num_hidden_layers"]}
         yield theirs(**sizes | {"num_local_experts": 0}), {}
@@ -107,7 +110,7 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
             }
         assert (
             len(found.linears(name.rpartition(".")[0] for name in found.shapes))
-            == len(graph.linears) + len(graph.routers) + 1
+            == len(graph.linears) + len(graph.routers) + len(graph.others) + 1
         )
         assert found.tied == bool(twins(model)), (family, flags)
         assert found.module(graph.family.head) == graph.family.head_place

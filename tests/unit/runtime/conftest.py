@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from quantflow.algorithms import rtn
 from quantflow.core.qtensor import QuantizedLinear
@@ -90,7 +91,8 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
             made = layout.encode(linear_name, linear)
             module = dict(model.named_modules()).get(linear_name)
         if linear_name in chosen and module is not None:  # transformers has experts in one tensor
-            module.weight.data = linear.weight.dequantize()
+            weight = linear.weight.dequantize()
+            module.weight.data = weight.T if isinstance(module, Conv1D) else weight
             module.register_forward_pre_hook(
                 lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),)
             )
@@ -107,9 +109,9 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
             )
         )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    heads = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
+    outside = ["lm_head", "embed_out", "model.decoder.project_in", "model.decoder.project_out"]
     ignore = [
-        *heads,
+        *(name for name in outside if f"{name}.weight" in source),
         *graph_for(config).routers,
         *graph_for(config).idle,
         *(name for name in graph_for(config).linears if name not in chosen),

@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     Llama4TextConfig,
@@ -25,6 +26,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     OlmoeConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     Qwen2Config,
@@ -83,6 +85,8 @@ STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16}
 ALIKE = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 # where the family's own default lies outside of a small vocabulary
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
@@ -196,6 +200,32 @@ FAMILIES = {
     ),
     "bloom, whose heads are no power of two": BloomConfig(
         hidden_size=96, n_layer=2, n_head=6, vocab_size=96, architectures=["BloomForCausalLM"]
+    ),
+    "gpt2": GPT2Config(**GPT, architectures=["GPT2LMHeadModel"]),
+    "gpt2, a narrow MLP and a head of its own": GPT2Config(
+        **GPT,
+        n_inner=96,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        architectures=["GPT2LMHeadModel"],
+    ),
+    "opt": OPTConfig(**ALIKE, **PAD, ffn_dim=96, architectures=["OPTForCausalLM"]),
+    "opt, norms behind and narrow embeddings, as 350m": OPTConfig(
+        **ALIKE,
+        **PAD,
+        ffn_dim=96,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=32,
+        architectures=["OPTForCausalLM"],
+    ),
+    "opt, no biases and no last norm": OPTConfig(
+        **ALIKE,
+        **PAD,
+        ffn_dim=96,
+        enable_bias=False,
+        _remove_final_layer_norm=True,
+        activation_function="gelu",
+        architectures=["OPTForCausalLM"],
     ),
     "starcoder2": Starcoder2Config(
         **SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]
@@ -688,8 +718,9 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
         assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
 
 
-def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
-    model = make_artifact(tmp_path, LLAMA, W4A16)
+@pytest.mark.parametrize("family", ["llama", "opt, norms behind and narrow embeddings, as 350m"])
+def test_hidden_states_are_what_the_head_reads(family, tmp_path, make_artifact):
+    model = make_artifact(tmp_path, FAMILIES[family], W8A16)
     decoder, peer = (
         LeanDecoder(open_artifact(tmp_path, backend="reference")),
         TransformersDecoder(model),
@@ -778,6 +809,29 @@ def test_speculation_gives_the_tokens_of_greedy_decoding(example):
     expected = generate(decoder, prompt, max_new_tokens=48)
     assert torch.equal(
         generate(decoder, prompt, max_new_tokens=48, method=Lookup(tokens=4)), expected
+    )
+
+
+def test_a_position_without_an_embedding_is_an_error(tmp_path, make_artifact):
+    make_artifact(tmp_path, FAMILIES["gpt2"], W8A16)
+    decoder = LeanDecoder(open_artifact(tmp_path))
+    decoder.begin(rows=1, capacity=80)
+    decoder.forward(ids(1, 64, 0))
+    with pytest.raises(UsageError, match=r"^position 64: transformer\.wpe has 64; use shorter"):
+        decoder.forward(ids(1, 1, 1))
+
+
+def test_a_linear_of_gpt2_that_is_not_quantized_is_read_the_right_way_round(
+    tmp_path, make_artifact
+):
+    model = make_artifact(
+        tmp_path, FAMILIES["gpt2"], lambda name: None if name.endswith("attn.c_proj") else W8A16
+    )
+    decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
+    decoder.begin(rows=1, capacity=12)
+    prompt = ids(1, 12, 0)
+    assert torch.allclose(
+        decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-5, rtol=2e-5
     )
 
 
@@ -910,7 +964,15 @@ def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2, caps that are felt", "gpt_neox", "granite", "mixtral", "llama4, queries that grow"],
+    [
+        "gemma2, caps that are felt",
+        "gpt_neox",
+        "granite",
+        "mixtral",
+        "llama4, queries that grow",
+        "gpt2",
+        "opt, norms behind and narrow embeddings, as 350m",
+    ],
 )
 def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
     family, tmp_path, make_artifact

@@ -7,9 +7,11 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    OPTConfig,
     PhiConfig,
     SmolLM3Config,
 )
@@ -32,6 +34,8 @@ SIZES = {
 }
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "llama": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
     "gemma2": Gemma2Config(
@@ -63,6 +67,15 @@ MODELS = {
     ),
     "gpt_neox": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
     "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
+    "gpt2": GPT2Config(**GPT, n_positions=64, architectures=["GPT2LMHeadModel"]),
+    "opt, as 350m": OPTConfig(
+        **SIZES,
+        **PAD,
+        ffn_dim=96,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=32,
+        architectures=["OPTForCausalLM"],
+    ),
 }
 
 
@@ -113,6 +126,9 @@ WRONG = [
     ("smollm3", lambda made: replace(made, rope_of_layer=(0, 0)), "layer 1"),
     ("gpt_neox", form(parallel=False), "layer 0"),
     ("phi", form(centered=False), "layer 0"),
+    ("opt, as 350m", lambda made: replace(made, position_offset=1), "the embedding"),
+    ("opt, as 350m", form(post=False), "layer 0"),
+    ("opt, as 350m", form(activation="gelu"), "layer 0"),
 ]
 
 

@@ -164,9 +164,16 @@ MIXTURES = [
 ]
 
 
+LEARNED = [
+    "gpt2",
+    "opt, norms behind and narrow embeddings, as 350m",
+    "opt, no biases and no last norm",
+]
+
+
 @exact
-@pytest.mark.parametrize("family", MIXTURES)
-def test_logits_of_every_mixture_have_the_bits_of_one_process(
+@pytest.mark.parametrize("family", [*MIXTURES, *LEARNED])
+def test_logits_of_mixtures_and_of_learned_positions_have_the_bits_of_one_process(
     family, tmp_path, make_artifact, shared
 ):
     make_artifact(tmp_path, LEAN_FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
@@ -202,7 +209,7 @@ def test_logits_of_all_that_the_lean_decoder_runs_have_the_bits_of_one_process(
 def test_what_is_not_quantized_and_a_linear_of_several_have_the_bits_of_one_process(
     tmp_path, shared
 ):
-    for family in ("deepseek_v3", "granitemoeshared", "phi3", "bloom"):
+    for family in ("deepseek_v3", "granitemoeshared", "phi3", "bloom", "gpt2"):
         random_model(LEAN_FAMILIES[family]).save_pretrained(tmp_path / family)
         expected = alone(tmp_path / family, short_walk)
         assert equal(shared(tmp_path / family, 2, short_walk), expected), family
