@@ -26,6 +26,7 @@ from quantflow.runtime.generate_job import (
     Lookup,
     Rules,
     Sampling,
+    Shapes,
     echoed,
 )
 from quantflow.stages.cli.environment import bars_wanted
@@ -87,7 +88,7 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
     Raises:
         UsageError: values outside their ranges, or options that do not go together.
     """
-    kinds = (GenerateJob, Sampling, Rules, Beams, Contrastive, Lookup, RequiredSignature)
+    kinds = (GenerateJob, Sampling, Rules, Beams, Contrastive, Lookup, RequiredSignature, Shapes)
     records: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
     for item, value in given("generate", GenerateJob, options):
         records[item.record][item.path[-1]] = value
@@ -123,7 +124,10 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
         )
     elif lookup:
         method = Lookup(**lookup)
-    job |= {"signature": RequiredSignature(**records[RequiredSignature])}
+    job |= {
+        "signature": RequiredSignature(**records[RequiredSignature]),
+        "shapes": Shapes(**records[Shapes]),
+    }
     drawn = (
         Sampling(**sampling)
         if sampling.keys() - {"seed"} and sampling.get("temperature") != 0

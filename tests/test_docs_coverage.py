@@ -83,7 +83,7 @@ def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
 def test_what_cannot_be_broken_is_refused_before_anything_is_copied(coverage, monkeypatch, capsys):
     monkeypatch.setattr(coverage.mutations, "run", None)
     before = coverage.RESULTS.read_bytes(), coverage.PAGE.read_bytes()
-    monkeypatch.setattr("sys.argv", ["make_coverage.py", "--break", "--rows", "H1,H21,Z9"])
+    monkeypatch.setattr("sys.argv", ["make_coverage.py", "--break", "--rows", "H1,A13,Z9"])
     assert coverage.main() == 1
-    assert capsys.readouterr().err == "H21: no row that works\nZ9: no row that works\n"
+    assert capsys.readouterr().err == "A13: no row that works\nZ9: no row that works\n"
     assert (coverage.RESULTS.read_bytes(), coverage.PAGE.read_bytes()) == before

@@ -58,6 +58,40 @@ def wrap_in_graph(model: nn.Module) -> None:
     _habana("hpu").wrap_in_hpu_graph(model)
 
 
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    fast_softmax: bool,
+    recompute: bool,
+) -> Tensor:
+    """Gaudi's attention in one kernel, FusedSDPA.
+
+    Args:
+        query: [B, heads, T, D].
+        key: [B, heads, columns, D].
+        value: as `key`.
+        mask: which columns are attended to, broadcast to [B, heads, T, columns]; None: all.
+        causal: each token attends to those before it; without a mask.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        fast_softmax: the kernel's faster softmax.
+        recompute: the softmax is not kept.
+
+    Returns:
+        [B, heads, T, D].
+    """
+    kernels = import_module(f"{PACKAGE}.torch.hpex.kernels")
+    mode = "fast" if fast_softmax else "None"
+    result: Tensor = kernels.FusedSDPA.apply(
+        query, key, value, mask, 0.0, causal, scale, mode, recompute
+    )
+    return result
+
+
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor]:
     """The linear, and the factor that the cast multiplies its inputs by, [1]."""
     del dtype

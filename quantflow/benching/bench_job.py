@@ -11,6 +11,7 @@ from typing import Any
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.progress import SILENT, Progress
+from quantflow.runtime.attention_choice import ATTENTION_HELP, attention_of
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     BIND_HELP,
@@ -26,6 +27,7 @@ from quantflow.runtime.generate_job import (
     TRUST_HELP,
     Sampling,
 )
+from quantflow.runtime.shapes import NO_SHAPES, Shapes
 from quantflow.settings import check_numbers, device_flag, setting
 
 BENCH = ("bench",)
@@ -78,6 +80,9 @@ class BenchJob:
             has `profile_tokens` tokens after the first `profile_skip`; the prompt is the first.
             With `profile_shapes` it has the shapes of inputs.
         torch_compile: run transformers' modules, compiled; the first warm-up compiles them.
+        attention: words that choose how transformers' modules attend
+            (`quantflow.runtime.attention_choice`).
+        shapes: shapes that transformers' modules run in, few of them.
         results_dir: where a file with the result goes, beside those of other runs.
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
@@ -246,6 +251,10 @@ class BenchJob:
     )
     decoder: str = setting("auto", flag="--decoder", verbs=BENCH, shown=True, help=DECODER_HELP)
     torch_compile: bool = setting(False, flag="--torch-compile", verbs=BENCH, help=COMPILE_HELP)
+    attention: tuple[str, ...] = setting(
+        (), flag="--attention", metavar="WORD", verbs=BENCH, help=ATTENTION_HELP
+    )
+    shapes: Shapes = NO_SHAPES
     kv_cache: str = setting(
         "auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP
     )
@@ -274,6 +283,7 @@ class BenchJob:
             UsageError: naming the values.
         """
         check_numbers(self)
+        attention_of(self.attention)
         ways = {"beams": self.beams, "lookup": self.lookup, "draft": self.draft}
         chosen_ways = [f"{name}={value}" for name, value in ways.items() if value is not None]
         if len(chosen_ways) > 1:

@@ -39,11 +39,13 @@ from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.disk import link_or_copy, make_folder, remove, write_file
 from quantflow.progress import Progress
+from quantflow.runtime.attention_choice import attention_of
 from quantflow.runtime.decoding import Beams, Draft, Lookup, Method
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.runtime.ranks import processes as rank_processes
+from quantflow.runtime.shapes import shapes_of
 from quantflow.sources.models import model_folder
 
 # Fields of the job that stand beside the settings in a result, or do not influence its times.
@@ -81,7 +83,12 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "the transformers decoder": job.decoder == "transformers",
         f"device {job.device}": job.device != "cpu",
     }
-    without |= {"a baseline": job.baseline is not None, "torch_compile": job.torch_compile}
+    without |= {
+        "a baseline": job.baseline is not None,
+        "torch_compile": job.torch_compile,
+        "attention": bool(job.attention),
+        "static shapes": job.shapes.fixed,
+    }
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
         job.signature.check(job.artifact)  # once more in each rank, which loads what it checked
@@ -103,6 +110,8 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             pack=job.pack,
             exact=job.exact,
             compiled=job.torch_compile,
+            attention=attention_of(job.attention),
+            shapes=job.shapes,
             device=job.device,
             communicator=communicator,
             require_signature=job.signature.trusted,
@@ -123,6 +132,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "method": _called(job),
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
+        "shapes": shapes_of(loaded.decoder),
         "backends": sorted(set(loaded.backends.values())),
         "threads": threads,
         "load_seconds": load_seconds,

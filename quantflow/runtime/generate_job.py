@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.progress import SILENT, Progress
+from quantflow.runtime.attention_choice import ATTENTION_HELP, attention_of
+from quantflow.runtime.shapes import NO_SHAPES
+from quantflow.runtime.shapes import Shapes as Shapes
 from quantflow.settings import device_flag, setting
 
 Words = tuple[tuple[int, ...], ...]
@@ -368,6 +371,9 @@ class GenerateJob:
         kv_cache: KV cache of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the
             dtype.
         torch_compile: run transformers' modules, compiled.
+        attention: words that choose how transformers' modules attend
+            (`quantflow.runtime.attention_choice`).
+        shapes: shapes that transformers' modules run in, few of them.
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them
             from there.
         exact: inputs that the schemes leave alone are never rounded.
@@ -556,6 +562,10 @@ class GenerateJob:
     )
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     torch_compile: bool = setting(False, flag="--torch-compile", verbs=GENERATE, help=COMPILE_HELP)
+    attention: tuple[str, ...] = setting(
+        (), flag="--attention", metavar="WORD", verbs=GENERATE, help=ATTENTION_HELP
+    )
+    shapes: Shapes = NO_SHAPES
     kv_cache: str = setting(
         "auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP
     )
@@ -581,6 +591,14 @@ class GenerateJob:
     )
 
     STREAMS: ClassVar[bool] = True  # ranks pass its text on as it comes
+
+    def __post_init__(self) -> None:
+        """Refuse words of attention that do not go together.
+
+        Raises:
+            UsageError: naming them.
+        """
+        attention_of(self.attention)
 
     def run(
         self, progress: Progress = SILENT, *, stream: Callable[[str], None] = lambda _: None

@@ -29,6 +29,7 @@ from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.adapters import Adapted, attach_
+from quantflow.runtime.attention_choice import attention_of
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Counts, Draft, Further, Method, generate
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
@@ -38,6 +39,7 @@ from quantflow.runtime.loaded_medusa import medusa_heads
 from quantflow.runtime.loaded_mtp import layer_ahead
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.ranks import processes as rank_processes
+from quantflow.runtime.shapes import shapes_line, shapes_of
 from quantflow.runtime.timed_decoder import Timed
 from quantflow.settings import check_numbers
 from quantflow.sources.models import model_folder
@@ -71,6 +73,8 @@ def run(
         "an adapter": job.adapter is not None,
         "disk_offload": job.disk_offload,
         "torch_compile": job.torch_compile,
+        "attention": bool(job.attention),
+        "static shapes": job.shapes.fixed,
         "mtp": job.mtp is not None,
     }
     world = rank_processes.world_of(
@@ -194,6 +198,8 @@ def _continue(
             f"generate: {counts.taken} of {counts.proposed} proposed tokens were taken "
             f"({counts.acceptance:.0%})"
         )
+    if (shapes := shapes_of(loaded.decoder)) is not None:
+        progress.say(f"generate: {shapes_line(shapes)}")
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
     experts = None if loaded.experts is None else loaded.experts.summary()
     if experts is not None:
@@ -222,6 +228,7 @@ def _continue(
         },
         "experts": experts,
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
+        "shapes": shapes,
     }
 
 
@@ -281,6 +288,9 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
     options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
     options["require_signature"] = job.signature.trusted
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
+    for name, asked in (("attention", job.attention), ("static shapes", job.shapes.fixed)):
+        if special and asked:
+            raise UsageError(f"generate: {special[0]} with {name}", "leave one of them out")
     if not special:
         options |= {
             "decoder": job.decoder,
@@ -289,6 +299,8 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
             "device": job.device,
         }
         options["compiled"] = job.torch_compile
+        options["attention"] = attention_of(job.attention)
+        options["shapes"] = job.shapes
         return load(job.artifact, communicator=communicator, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         cause = (

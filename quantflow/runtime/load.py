@@ -22,9 +22,11 @@ from quantflow.files.verify import verify as verify_artifact
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
+from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.generation_config import end_tokens
 from quantflow.runtime.ranks.tensor_parallel import Ranks
+from quantflow.runtime.shapes import NO_SHAPES, Shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,6 +88,8 @@ def load(
     pack: bool = False,
     exact: bool = False,
     compiled: bool = False,
+    attention: Attention | None = None,
+    shapes: Shapes = NO_SHAPES,
     communicator: Communicator | None = None,
     require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
@@ -114,6 +118,8 @@ def load(
             rounding them costs next to nothing (`quantflow.files.manifest.rounds_inputs`).
         compiled: transformers' modules run, and torch.compile compiles them at the first token;
             `auto` then means them.
+        attention: how transformers' modules attend; `auto` then means them.
+        shapes: shapes that transformers' modules run in; where any are fixed, `auto` means them.
         require_signature: public key, PEM, or identity that the signature beside the artifact has
             to have; checked first. The bytes that were checked are those that run, whatever becomes
             of the folder (`quantflow.files.sealed`).
@@ -144,9 +150,19 @@ def load(
         raise UsageError(
             "torch_compile: the lean decoder has no modules to compile", "leave one of them out"
         )
+    of_modules = {
+        "torch_compile": compiled,
+        "attention": attention is not None,
+        "static shapes": shapes.fixed,
+    }
+    asked = [name for name, given in of_modules.items() if given]
+    if asked and decoder == "lean":
+        raise UsageError(
+            f"{asked[0]} with the lean decoder, which has its own way", "leave one of them out"
+        )
     why = "it was not asked for"
-    if compiled and decoder == "auto":
-        decoder, why = "transformers", "torch_compile was asked for"
+    if asked and decoder == "auto":
+        decoder, why = "transformers", f"{' and '.join(asked)} was asked for"
     if communicator is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(
             f"{communicator.world} ranks: decoder {decoder} on {device}",
@@ -210,7 +226,15 @@ def load(
     # here: it imports transformers' model code
     from quantflow.runtime.modules import filled, with_modules
 
-    return with_modules(artifact, filled(artifact), reason=reason, crops=crops, compiled=compiled)
+    return with_modules(
+        artifact,
+        filled(artifact),
+        reason=reason,
+        crops=crops,
+        compiled=compiled,
+        attention=attention,
+        shapes=shapes,
+    )
 
 
 def _pack(

@@ -1,9 +1,12 @@
 """Transformers' modules with an artifact's weights: the decoder where the lean one cannot run."""
 
 import shutil
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+import torch._dynamo
 from transformers import PreTrainedModel
 
 from quantflow.backends import cuda, hpu
@@ -12,17 +15,28 @@ from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.models.parameters import drop_unread_
 from quantflow.models.skeleton import skeleton
-from quantflow.runtime import graphs
+from quantflow.runtime import graphs, static_shapes
 from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.attention import choose_
+from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import Loaded, loaded
+from quantflow.runtime.shapes import NO_SHAPES, Shapes
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 _COMPILERS = ("g++", "clang++", "c++")  # torch.compile writes C++ for a CPU
+_MOST_COMPILATIONS = 1024  # torch stops at 8, and runs later shapes as they are, without a word
 
 
 def with_modules(
-    artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool, compiled: bool = False
+    artifact: Artifact,
+    model: PreTrainedModel,
+    *,
+    reason: str,
+    crops: bool,
+    compiled: bool = False,
+    attention: Attention | None = None,
+    shapes: Shapes = NO_SHAPES,
 ) -> Loaded:
     """Transformers' modules as the decoder of an artifact.
 
@@ -33,17 +47,35 @@ def with_modules(
         crops: whether `crop` will be called.
         compiled: torch.compile compiles the modules when they run first; no decode step is captured
             then.
+        attention: how the modules attend; None: as transformers chooses.
+        shapes: shapes that they run in.
 
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
-        UnsupportedError: nothing here compiles C++, or Gaudi's bridge has captured the model.
+        UnsupportedError: nothing here compiles C++, Gaudi's bridge has captured the model, it has
+            no choice of attention, or its cache no fixed length.
     """
+    reasons = [f"the lean decoder is not used: {reason}"]
+    if attention is not None:
+        reasons += choose_(model, attention, artifact.device)
     if compiled:
-        _compile_(artifact, model)
+        _compile_(artifact, model, dynamic=not shapes.fixed)
+    if shapes.fixed:
+        if missing := static_shapes.why_not(artifact):
+            raise UnsupportedError(
+                f"{artifact.checkpoint.folder}: static shapes: {missing}", "leave them out"
+            )
+        in_shapes = static_shapes.StaticShapeDecoder(
+            model,
+            device=artifact.device,
+            rules=shapes,
+            compilations=_compilations() if compiled else None,
+            kv_scales=artifact.kv_scales(),
+        )
+        return loaded(artifact, in_shapes, model=model, reasons=tuple(reasons))
     decoder: Decoder = TransformersDecoder(
         model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales()
     )
-    reasons = [f"the lean decoder is not used: {reason}"]
     if compiled:
         reasons.append("decode steps are not captured: torch.compile was asked for")
     elif artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
@@ -55,8 +87,13 @@ def with_modules(
     return loaded(artifact, decoder, model=model, reasons=tuple(reasons))
 
 
-def _compile_(artifact: Artifact, model: PreTrainedModel) -> None:
-    """Have torch.compile compile a model when it runs first, for prompts of any length.
+def _compile_(artifact: Artifact, model: PreTrainedModel, *, dynamic: bool) -> None:
+    """Have torch.compile compile a model when it runs first.
+
+    Args:
+        artifact: artifact on the device.
+        model: its model.
+        dynamic: one graph is for prompts of any length; else each shape has its own.
 
     Raises:
         UnsupportedError: there is no compiler of C++, or the device is a Gaudi.
@@ -69,7 +106,23 @@ def _compile_(artifact: Artifact, model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"torch_compile: none of {', '.join(_COMPILERS)} is on PATH", "install g++"
         )
-    model.forward = torch.compile(model.forward, dynamic=True)
+    run = torch.compile(model.forward, dynamic=dynamic)
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        """The compiled forward, of as many shapes as there are."""
+        with torch._dynamo.config.patch(
+            recompile_limit=_MOST_COMPILATIONS, accumulated_recompile_limit=_MOST_COMPILATIONS
+        ):
+            return run(*arguments, **options)  # type: ignore[no-untyped-call]
+
+    model.forward = run if dynamic else forward
+
+
+def _compilations() -> Callable[[], int]:
+    """A function that counts the graphs that torch.compile makes from now on."""
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    return lambda: int(counted["unique_graphs"] - before)
 
 
 def filled(artifact: Artifact) -> PreTrainedModel:

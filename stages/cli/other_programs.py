@@ -116,8 +116,33 @@ EVERYWHERE: Spellings = {
     "--token": _TOKEN,
     "--config-file": _CONFIG,
 }
+# options beside which transformers' modules run, or may
+_MODULES = (
+    "--decoder",
+    "--device",
+    "-d",
+    "--mode",
+    "--vanilla-model",
+    "--torch-compile",
+    "--static-shapes",
+    "--bucket-size",
+)
+_OF_MODULES = LeftOut(
+    "the lean decoder attends in blocks of its own; --decoder transformers has --attention"
+)
+
+
+def _attention(word: str) -> Beside:
+    return Beside(_MODULES, Becomes(("--attention", word)), _OF_MODULES)
+
+
 _RUN = {  # of verbs that run a model
     **EVERYWHERE,
+    "--attn-softmax-bf16": _attention("bfloat16-softmax"),
+    "--use-flash-attention": _attention("fused"),
+    "--flash-attention-recompute": _attention("recompute"),
+    "--flash-attention-causal-mask": _attention("causal"),
+    "--flash-attention-fast-softmax": _attention("fast-softmax"),
     "--model": _MODEL,
     "-m": _MODEL,
     "--weights": Names(WEIGHTS),

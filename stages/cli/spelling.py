@@ -121,6 +121,7 @@ Values = Mapping[str, Mapping[str, str | None]]
 VALUES: Values = {
     "--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"},
     "--max-input-tokens": {"0": "-1"},  # whole prompts
+    "--bucket-size": {"-1": None},  # no buckets
 }
 TRUTH = {"t": True, "true": True, "f": False, "false": False}
 # own flags that have a truth after them elsewhere

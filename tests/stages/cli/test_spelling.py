@@ -137,7 +137,7 @@ def test_validate_and_bench_understand():
         ("do_sample=true, top_k:int=5", "--temperature 1 ART --top-k 5"),
         (
             "ignore_eos=t,use_cache=False,early_stopping=true,static_shapes=t",
-            "ART --ignore-eos --early-stopping true",
+            "ART --ignore-eos --early-stopping true --static-shapes",
         ),
         (
             "ignore_eos=f,do_sample=false,echo=false,max_iterations=7",
