@@ -31,7 +31,15 @@ INLINE ints load_ints(const void *from) { return _mm256_loadu_si256(from); }
 INLINE ints load_bytes(const uint8_t *from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 }
+INLINE void store_ints(void *to, ints x) { _mm256_storeu_si256(to, x); }
+INLINE void store_bytes(void *to, ints x) { /* the lowest byte of each lane */
+    x = _mm256_and_si256(x, splat_int(255));
+    x = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0xd8);
+    _mm_storel_epi64(to, _mm256_castsi256_si128(_mm256_packus_epi16(x, x)));
+}
 INLINE ints times_int(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
+INLINE ints plus(ints a, ints b) { return _mm256_add_epi32(a, b); }
+INLINE ints minus_bytes(ints a, ints b) { return _mm256_sub_epi8(a, b); }
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats times_plus(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE floats larger(floats a, floats b) { return _mm256_max_ps(a, b); } /* b where one is NaN */
@@ -86,12 +94,21 @@ INLINE floats round_e4m3(floats x) {
     return _mm256_blendv_ps(normal, _mm256_sub_ps(_mm256_add_ps(x, step), step), subnormal);
 }
 
+/* Columns of a token from `at` on as int8 codes, zeros behind the first `lanes`. */
+INLINE ints quantized(const struct weight *w, const void *x, int64_t at, int bf16, some lanes,
+                      float scale) {
+    floats value = _mm256_div_ps(load(x, at, bf16, lanes), splat(scale));
+    value = _mm256_min_ps(_mm256_add_ps(value, splat((float)w->input_zero)), splat(127));
+    value = _mm256_max_ps(value, splat(-128));
+    return _mm256_and_si256(_mm256_cvtps_epi32(value), mask_of(lanes));
+}
+
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
  * word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
                     int64_t padded, float scale, const enum math math, uint32_t *out, int stride,
                     int32_t *sums) {
-    const floats step = splat(scale), zero = splat((float)w->input_zero);
+    const floats step = splat(scale);
     const floats largest = splat(w->input_largest);
     const ints order = load_ints(orders[w->kind][FLOAT]);
     const ints pairs = _mm256_broadcastsi128_si256(
@@ -102,13 +119,11 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
         ints q[2];
         for (int half = 0; half < 2; half++) {
             some lanes = first(end - i - half * LANES);
-            floats value = _mm256_div_ps(load(x, i + half * LANES, bf16, lanes), step);
             if (math == INTEGER) {
-                value = _mm256_min_ps(_mm256_add_ps(value, zero), splat(127));
-                value = _mm256_max_ps(value, splat(-128));
-                q[half] = _mm256_and_si256(_mm256_cvtps_epi32(value), mask_of(lanes));
+                q[half] = quantized(w, x, i + half * LANES, bf16, lanes, scale);
                 continue;
             }
+            floats value = _mm256_div_ps(load(x, i + half * LANES, bf16, lanes), step);
             if (w->input == E4M3) {
                 const floats lowest = _mm256_sub_ps(splat(0), largest);
                 value = round_e4m3(_mm256_max_ps(_mm256_min_ps(value, largest), lowest));

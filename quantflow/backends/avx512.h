@@ -35,7 +35,11 @@ INLINE ints load_ints(const void *from) { return _mm512_loadu_si512(from); }
 INLINE ints load_bytes(const uint8_t *from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 }
+INLINE void store_ints(void *to, ints x) { _mm512_storeu_si512(to, x); }
+INLINE void store_bytes(void *to, ints x) { _mm_storeu_si128(to, _mm512_cvtepi32_epi8(x)); }
 INLINE ints times_int(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
+INLINE ints plus(ints a, ints b) { return _mm512_add_epi32(a, b); }
+INLINE ints minus_bytes(ints a, ints b) { return _mm512_sub_epi8(a, b); }
 INLINE floats times(floats a, floats b) { return _mm512_mul_ps(a, b); }
 INLINE floats times_plus(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE floats larger(floats a, floats b) { return _mm512_max_ps(a, b); } /* b where one is NaN */
@@ -78,6 +82,15 @@ INLINE __m512 round_e4m3(__m512 x) {
     return _mm512_mask_sub_ps(normal, subnormal, _mm512_add_ps(x, step), step);
 }
 
+/* Columns of a token from `at` on as int8 codes, zeros where `mask` has no lane. */
+INLINE __m512i quantized(const struct weight *w, const void *x, int64_t at, int bf16,
+                         __mmask16 mask, float scale) {
+    __m512 value = _mm512_div_ps(load(x, at, bf16, mask), _mm512_set1_ps(scale));
+    value = _mm512_add_ps(value, _mm512_set1_ps((float)w->input_zero));
+    value = _mm512_max_ps(_mm512_min_ps(value, _mm512_set1_ps(127)), _mm512_set1_ps(-128));
+    return _mm512_maskz_cvtps_epi32(mask, value);
+}
+
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
  * word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
@@ -86,16 +99,13 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride));
     const __m512i order = _mm512_loadu_si512(orders[w->kind][math]);
-    const __m512 step = _mm512_set1_ps(scale), zero = _mm512_set1_ps((float)w->input_zero);
+    const __m512 step = _mm512_set1_ps(scale);
     const __m512 largest = _mm512_set1_ps(w->input_largest);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < padded; i += 16) {
         __mmask16 mask = first(end - i);
-        __m512 value = _mm512_div_ps(load(x, i, bf16, mask), step);
         if (math == INTEGER) {
-            value = _mm512_min_ps(_mm512_add_ps(value, zero), _mm512_set1_ps(127));
-            value = _mm512_max_ps(value, _mm512_set1_ps(-128));
-            __m512i q = _mm512_maskz_cvtps_epi32(mask, value);
+            __m512i q = quantized(w, x, i, bf16, mask, scale);
             __m128i bytes = _mm512_cvtepi32_epi8(q);
             if (w->kind == W8) bytes = _mm_xor_si128(bytes, _mm_set1_epi8((char)0x80));
             _mm_i32scatter_epi32(out + i / 4 * stride, _mm512_castsi512_si128(at), bytes, 4);
@@ -106,6 +116,7 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
             }
             continue;
         }
+        __m512 value = _mm512_div_ps(load(x, i, bf16, mask), step);
         if (w->input == E4M3) {
             const __m512 lowest = _mm512_sub_ps(_mm512_setzero_ps(), largest);
             value = round_e4m3(_mm512_max_ps(_mm512_min_ps(value, largest), lowest));

@@ -1,4 +1,5 @@
-/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h) or AVX2 (avx2.h):
+/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h) or AVX2 (avx2.h), and
+   with AMX (tiles.h):
 
    y[t, o] = sum_i x[t, i] w[o, i] + bias[o]
 
@@ -80,6 +81,7 @@ struct tokens {
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
     int32_t *sum;  /* [tokens, groups] sums of int8 inputs */
     enum math math;
+    int tiled;     /* int8 inputs are arranged for tiles.h: token after token, a byte a column */
     int bf16;      /* x, bias and y are bfloat16 instead of float */
 };
 
@@ -88,6 +90,18 @@ struct tokens {
 #else
 #include "avx2.h"
 #endif
+
+/* A linear on some tokens. */
+struct job {
+    const struct weight *w;
+    struct tokens in;
+    const void *x, *bias;
+    void *y;
+    int64_t tokens;
+    int64_t first_token, first_unit; /* of all that the jobs of a call have, in their order */
+};
+
+#include "tiles.h"
 
 /* The scale of columns [begin, end). `unscaled` is set where they have no scale: they hold NaN, or
  * Inf without a static scale. */
@@ -119,6 +133,13 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
         int unscaled = 0;
         float scale = w->input == ASIS ? 1 : scale_of(w, row, to->bf16, begin, end, &unscaled);
         to->scale[token * parts + p] = unscaled ? NAN : scale;
+#if HAS_TILES
+        if (to->tiled) {
+            arrange_bytes(w, row, to->bf16, begin, end, begin + width, scale,
+                          (uint8_t *)(to->x + token * to->words));
+            continue;
+        }
+#endif
         /* `arrange` is inlined, with its math a constant */
 #define ARRANGE(MATH) \
     arrange(w, row, to->bf16, begin, end, begin + width, scale, MATH, out, size, sums)
@@ -238,16 +259,6 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     }
 }
 
-/* A linear on some tokens. */
-struct job {
-    const struct weight *w;
-    struct tokens in;
-    const void *x, *bias;
-    void *y;
-    int64_t tokens;
-    int64_t first_token, first_unit; /* of all that the jobs of a call have, in their order */
-};
-
 /* The linears of a call; their units are shared by all threads at once. */
 struct jobs { struct job *job; int64_t many; };
 
@@ -284,6 +295,12 @@ static void multiply_blocks(const void *context, int64_t unit) {
     const struct jobs *jobs = context;
     const struct job *job = JOB_OF(first_unit, unit);
     int64_t piece = blocks_of_unit(job->tokens), block = (unit - job->first_unit) * piece;
+#if HAS_TILES
+    if (job->in.tiled) {
+        multiply_tiles(job, block);
+        return;
+    }
+#endif
     for (int64_t t = 0, size; t < job->tokens; t += size) {
         size = tile_of(job->tokens - t);
         /* a tile of one token spans more blocks than a unit of several tokens: every other unit
@@ -308,6 +325,10 @@ static size_t arranged(struct job *job, int bf16) {
     job->in.math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT;
     int64_t columns = w->group * w->groups;
     job->in.words = columns / columns_of(w->kind) * words_of(w->kind, job->in.math);
+#if HAS_TILES
+    job->in.tiled = tiled(w, job->tokens);
+    if (job->in.tiled) job->in.words = columns / 4 + PITCH;
+#endif
     return (size_t)(job->tokens * (job->in.words + w->groups * 2) * 4 + 127) / 64 * 64;
 }
 

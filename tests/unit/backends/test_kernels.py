@@ -59,9 +59,13 @@ def linear_of(
 
 
 def random_linear(
-    name: str, shape: tuple[int, int], *, scale_dtype: torch.dtype = torch.bfloat16
+    name: str,
+    shape: tuple[int, int],
+    *,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    scheme: LinearScheme | None = None,
 ) -> QuantizedLinear:
-    scheme, generator = scheme_of(name), torch.Generator().manual_seed(0)
+    scheme, generator = scheme or scheme_of(name), torch.Generator().manual_seed(0)
     weights = scheme.weights
     if weights.kind == "float":
         qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
@@ -514,3 +518,28 @@ def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
     qvalue = torch.full((16, 32768), 7, dtype=torch.int8)
     linear = linear_of(scheme, qvalue, zero_point=torch.full((16, 1), -8, dtype=torch.int8))
     assert run(linear, torch.full((1, 32768), 127.5)).unique().tolist() == [62423040.0]
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 32, 45, 530])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "group", "columns"),
+    [
+        ("W8A8", None, 192),
+        ("W8A8", None, 1088),  # a group that goes on in the next chunk of columns
+        ("W4A16", 32, 96),
+        ("W4A16", 128, 1152),
+        ("W4A16_ASYM", 64, 128),
+        ("W4A8", 128, 256),
+        ("W8A16", None, 256),
+    ],
+)
+def test_many_tokens_get_the_bits_that_each_gets_alone(name, group, columns, dtype, tokens):
+    scheme = PRESETS[name] if group is None else with_group_size(PRESETS[name], group)
+    linear = random_linear(name, (150, columns), scheme=with_rounded_inputs(scheme))
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[3] = 0
+    prepared = kernels.prepare(linear, dtype)
+    bias = torch.randn(150, generator=torch.Generator().manual_seed(2)).to(dtype)
+    alone = [kernels.linear(x[t : t + 1], prepared, bias) for t in range(tokens)]
+    assert torch.equal(kernels.linear(x, prepared, bias), torch.cat(alone))

@@ -1,4 +1,7 @@
-"""The C code as it is compiled for a CPU with AVX2 and without AVX-512, whatever CPU runs this."""
+"""The C code as it is compiled for other CPUs, whatever CPU runs this.
+
+One has AVX2 and no AVX-512; one has tiles (AMX), which C emulates.
+"""
 
 import os
 import subprocess
@@ -9,6 +12,7 @@ import pytest
 
 from quantflow.backends import kernels, native
 
+REASON = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 ROOT = Path(__file__).parents[3]
 TESTS = [
     "tests/unit/backends/test_kernels.py",
@@ -23,23 +27,34 @@ TESTS = [
 OTHER_SUMS = "not test_a_smaller_cache_gives"
 
 
+def run_as(tmp_path, option, tests, *, chosen):
+    """Run tests with C that is compiled with one option more, the last of its command."""
+    compiler = tmp_path / "gcc"
+    compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {option}\n')  # the last -march counts
+    compiler.chmod(0o700)
+    environment = {**os.environ, "CC": str(compiler), "QUANTFLOW_CACHE": str(tmp_path / "cache")}
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
+    return {path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir()}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     native.why_not(kernels.SOURCE, cpu_flags=(*kernels.CPU_FLAGS, "avx512f")) is not None,
     reason="needs a CPU with AVX-512: without it the default tests run this code",
 )
 def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_path):
-    compiler = tmp_path / "gcc"
-    compiler.write_text('#!/bin/sh\nexec gcc "$@" -march=x86-64-v3\n')  # the last -march counts
-    compiler.chmod(0o700)
-    environment = {**os.environ, "CC": str(compiler), "QUANTFLOW_CACHE": str(tmp_path / "cache")}
-    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
-    command = [sys.executable, "-m", "pytest", *options, *TESTS]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
-    assert {path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir()} == {
-        "kernels",
-        "decode",
-    }
+    built = run_as(tmp_path, "-march=x86-64-v3", TESTS, chosen=OTHER_SUMS)
+    assert {"kernels", "decode"} <= built
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("march", ["native", "x86-64-v3"])
+def test_the_tests_of_kernels_pass_with_tiles_that_c_emulates(tmp_path, march):
+    option = f"-march={march} -DQUANTFLOW_EMULATE_TILES"
+    assert "kernels" in run_as(tmp_path, option, TESTS[:2], chosen="")

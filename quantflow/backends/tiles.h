@@ -1,0 +1,226 @@
+/* Products of int8 inputs in tiles, for CPUs with AMX: sixteen tokens by sixteen rows by 64 columns
+   in one instruction, 16 times the products of one of AVX-512.
+
+   The sums are those of kernels.c, and so are the bits of the outputs: sums of integers do not
+   depend on their order, and groups are scaled in the same order by the same operations. So a call
+   of few tokens and one of many, or a CPU with AMX and one without, give the same.
+
+   A tile of the weight is what lines hold: 16 rows by 4 columns in 64 bytes, the next 4 columns in
+   the next line. Weights of 4 bits are spread to such lines, their zero points subtracted, for as
+   many columns as the first-level cache has room for; all tokens take them from there. A tile of
+   the inputs is 16 tokens by 64 columns of one byte.
+
+   -DQUANTFLOW_EMULATE_TILES computes what the instructions do in C, on any CPU. */
+#ifdef QUANTFLOW_EMULATE_TILES
+#include "tiles_emulated.h"
+#define HAS_TILES 1
+#elif defined(__AMX_INT8__) && defined(__linux__)
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#if HAS_TILES
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    SIDE = 16,       /* tokens or rows of a tile */
+    SPAN = 64,       /* columns of a tile, at most */
+    STRIP = 512,     /* tokens whose sums are kept at once; a multiple of two tiles */
+    CHUNK = 1024,    /* columns that are multiplied with all tokens of a strip before the next */
+    PITCH = 16,      /* words between two tokens' inputs: rows of a tile lie in other cache sets */
+    FEW = 16,        /* with fewer tokens instructions on vectors are as fast, or faster */
+};
+
+/* What a unit has: the outputs of 32 rows and the tokens of a strip. */
+struct strip {
+    float total[STRIP][2 * SIDE];   /* sums of groups that are over, scaled */
+    int32_t sum[STRIP][2 * SIDE];   /* of a group that goes on in the next chunk */
+    uint8_t line[CHUNK / 4][2][64]; /* weights of 4 bits, a byte each */
+    int32_t tile[4][SIDE][SIDE];
+} __attribute__((aligned(64)));
+
+/* Operand of LDTILECFG: the bytes and the rows of each tile. */
+struct shapes { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; };
+
+/* Tiles by number, as the instructions' names want it: sums of tokens 0 to 15 and 16 to 31 by both
+ * halves of the rows, then inputs of both, then both halves of the weight. */
+#define SUM_00 0
+#define SUM_10 1
+#define SUM_01 2
+#define SUM_11 3
+#define INPUT_0 4
+#define INPUT_1 5
+#define WEIGHT_0 6
+#define WEIGHT_1 7
+
+/* Columns of a tile of a weight, or 0 where its groups are no multiple of any. */
+static int span_of(const struct weight *w) {
+    return w->group % SPAN == 0 ? SPAN : w->group == SPAN / 2 ? SPAN / 2 : 0;
+}
+
+#ifndef QUANTFLOW_EMULATE_TILES
+static int allowed;
+
+/* The kernel saves the tiles of a process that asked for them, since Linux 5.16. */
+static void ask(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+static int tiles_allowed(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, ask);
+    return allowed;
+}
+#endif
+
+/* Whether a weight's products with so many tokens are computed in tiles. */
+static int tiled(const struct weight *w, int64_t tokens) {
+    return w->input == INT8 && tokens >= FEW && span_of(w) && tiles_allowed();
+}
+
+/* Shape the tiles for `tokens` tokens, at most two tiles of them, and weights of `span` columns. */
+static void shape(int tokens, int span) {
+    struct shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        int left = tokens - i % 2 * SIDE; /* tiles of odd numbers have the tokens from 16 on */
+        int rows = i >= WEIGHT_0 ? span / 4 : left < 1 ? 1 : left < SIDE ? left : SIDE;
+        shapes.rows[i] = (uint8_t)rows;
+        shapes.bytes[i] = (uint16_t)(i == INPUT_0 || i == INPUT_1 ? span : 4 * SIDE);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* Quantize columns [begin, end) of a token to bytes, in their order, and zeros to `padded`. */
+static void arrange_bytes(const struct weight *w, const void *x, int bf16, int64_t begin,
+                          int64_t end, int64_t padded, float scale, uint8_t *out) {
+    const ints offset = splat_int(w->kind == W8 ? 128 : 0);
+    for (int64_t i = begin; i < padded; i += LANES)
+        store_bytes(out + i, plus(quantized(w, x, i, bf16, first(end - i), scale), offset));
+}
+
+/* Spread 4-bit columns [begin, end) of 32 rows to a byte each, less the zero points. */
+static void spread(const struct weight *w, int64_t block, int64_t begin, int64_t end,
+                   uint8_t (*line)[2][64]) {
+    const uint8_t *data = w->data + block / 2 * (w->group * w->groups / 8 * 128);
+    for (int64_t i = begin / 8; i < end / 8; i++, line += 2) {
+        const int64_t g = i * 8 / w->group;
+        for (int r = 0; r < 2; r++)
+            for (int at = 0; at < SIDE; at += LANES) {
+                const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
+                const ints zero = times_int(w->zero ? load_bytes(w->zero + row) : splat_int(8),
+                                            splat_int(0x01010101));
+                const ints both = load_ints(data + i * 128 + r * 64 + at * 4);
+                store_ints(&line[0][r][at * 4],
+                           minus_bytes(part_of(W4, INTEGER, both, 0, zero), zero));
+                store_ints(&line[1][r][at * 4],
+                           minus_bytes(part_of(W4, INTEGER, both, 1, zero), zero));
+            }
+    }
+}
+
+/* Each sum of a tile product, by its place among the tokens and among the rows. */
+#define EACH_SUM(DO) do { DO(0, 0) DO(0, 1) if (two) { DO(1, 0) DO(1, 1) } } while (0)
+
+/* Add the products of group `g`'s columns [begin, end) and the tokens from `token` on, of one tile
+ * or, where `two`, of two. `line` holds these columns. */
+INLINE void add_columns(const struct job *job, int64_t block, int64_t token, int tokens, int64_t g,
+                        int64_t begin, int64_t end, const uint8_t *line, struct strip *s,
+                        int64_t place, const int two, const enum kind kind, const int span) {
+    const struct weight *w = job->w;
+    const int64_t pitch = job->in.words * 4;
+    const uint8_t *x = (const uint8_t *)job->in.x + token * pitch;
+    const int starts = begin == g * w->group, ends = end == (g + 1) * w->group;
+#define ZERO(T, R) _tile_zero(SUM_##T##R);
+#define TAKE(T, R) _tile_loadd(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
+    if (starts) EACH_SUM(ZERO);
+    else EACH_SUM(TAKE);
+    for (int64_t i = begin; i < end; i += span, line += span / 4 * 128) {
+        _tile_loadd(WEIGHT_0, line, 128);
+        _tile_loadd(INPUT_0, x + i, pitch);
+        _tile_loadd(WEIGHT_1, line + 64, 128);
+        if (two) _tile_loadd(INPUT_1, x + SIDE * pitch + i, pitch);
+        /* inputs of W8 are unsigned, 128 higher; the others and all weights are signed */
+#define MULTIPLY(T, R) \
+        if (kind == W8) _tile_dpbusd(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
+        else _tile_dpbssd(SUM_##T##R, INPUT_##T, WEIGHT_##R);
+        EACH_SUM(MULTIPLY);
+    }
+#define KEEP(T, R) _tile_stored(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
+#define PUT(T, R) _tile_stored(SUM_##T##R, s->tile[T + 2 * R], SIDE * 4);
+    if (!ends) {
+        EACH_SUM(KEEP);
+        return;
+    }
+    EACH_SUM(PUT);
+    for (int r = 0; r < 2; r++)
+        for (int at = 0; at < SIDE; at += LANES) {
+            const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
+            const floats scale = load(w->scale, row, !w->wide, ALL);
+            const ints offset = kind == W8 ? load_ints(w->offset + row) : splat_int(0);
+            for (int t = 0; t < tokens; t++) {
+                const int32_t *sum = &s->tile[t / SIDE + 2 * r][t % SIDE][at];
+                float *total = &s->total[place + t][r * SIDE + at];
+                floats whole = sum_of(INTEGER, plus(load_ints(sum), offset));
+                if (w->input_grouped)
+                    whole = times(whole, splat(job->in.scale[(token + t) * w->groups + g]));
+                store(total, 0, 0, ALL, times_plus(whole, scale, load(total, 0, 0, ALL)));
+            }
+        }
+}
+
+/* The columns from `begin` that are multiplied before the next ones: whole groups, or a part of one
+ * that is longer than a chunk. */
+static int64_t end_of_chunk(const struct weight *w, int64_t begin) {
+    int64_t columns = w->group * w->groups, end;
+    if (w->group < CHUNK) end = begin + CHUNK / w->group * w->group;
+    else end = begin + (CHUNK < w->group - begin % w->group ? CHUNK : w->group - begin % w->group);
+    return end < columns ? end : columns;
+}
+
+/* The outputs of 32 rows, from 16-row block `block` on, and all tokens of a linear. */
+static void multiply_tiles(const struct job *job, int64_t block) {
+    const struct weight *w = job->w;
+    const struct tokens *in = &job->in;
+    const int span = span_of(w);
+    const int64_t columns = w->group * w->groups;
+    struct strip s;
+    int shaped = 0;
+    for (int64_t first_token = 0; first_token < job->tokens; first_token += STRIP) {
+        int64_t left = job->tokens - first_token, tokens = left < STRIP ? left : STRIP;
+        memset(s.total, 0, sizeof s.total[0] * (size_t)tokens);
+        for (int64_t begin = 0, end; begin < columns; begin = end) {
+            end = end_of_chunk(w, begin);
+            const uint8_t *lines = w->data + block / 2 * (columns / 4 * 128) + begin / 4 * 128;
+            if (w->kind == W4) spread(w, block, begin, end, s.line), lines = s.line[0][0];
+            for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
+                int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
+                if (many != shaped) shape(shaped = many, span);
+                for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
+                    to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
+#define ADD(TWO, KIND, SPAN) \
+    add_columns(job, block, first_token + t, many, g, from, to, lines + (from - begin) / 4 * 128, \
+                &s, t, TWO, KIND, SPAN)
+#define ADD_OF(KIND, SPAN) (many > SIDE ? ADD(1, KIND, SPAN) : ADD(0, KIND, SPAN))
+                    if (w->kind == W8) span == SPAN ? ADD_OF(W8, 64) : ADD_OF(W8, 32);
+                    else span == SPAN ? ADD_OF(W4, 64) : ADD_OF(W4, 32);
+                }
+            }
+        }
+        for (int64_t t = 0; t < tokens; t++) {
+            const floats scale = splat(w->input_grouped ? 1 : in->scale[first_token + t]);
+            for (int at = 0; at < 2 * SIDE; at += LANES) {
+                const int64_t row = block * SIDE + at;
+                some mask = first(w->rows - row);
+                floats offset = job->bias ? load(job->bias, row, in->bf16, mask) : splat(0);
+                store(job->y, (first_token + t) * w->rows + row, in->bf16, mask,
+                      times_plus(load(&s.total[t][at], 0, 0, ALL), scale, offset));
+            }
+        }
+    }
+    _tile_release();
+}
+#endif
