@@ -500,23 +500,25 @@ def ids(rows: int, count: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 96, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
-def walk(decoder: Decoder, *, crops: bool = True, padding: int = 3) -> list[torch.Tensor]:
+def walk(
+    decoder: Decoder, *, crops: bool = True, padding: int = 3, seed: int = 0
+) -> list[torch.Tensor]:
     """Logits of every call of a decoder: a prompt, steps, a few at once, crop, other rows."""
     found = []
     with torch.inference_mode():
         decoder.begin(rows=2, capacity=40)
-        found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, padding])))
-        found += [decoder.forward(ids(2, 1, seed)) for seed in (1, 2, 3)]
-        found.append(decoder.forward(ids(2, 4, 4), last_only=False))
+        found.append(decoder.forward(ids(2, 9, seed), padding=torch.tensor([0, padding])))
+        found += [decoder.forward(ids(2, 1, seed + step)) for step in (1, 2, 3)]
+        found.append(decoder.forward(ids(2, 4, seed + 4), last_only=False))
         if crops:
             decoder.crop(11)
-        found.append(decoder.forward(ids(2, 1, 5)))
+        found.append(decoder.forward(ids(2, 1, seed + 5)))
         decoder.keep(torch.tensor([1, 1, 0]))
-        found.append(decoder.forward(ids(3, 18, 6), last_only=False))
+        found.append(decoder.forward(ids(3, 18, seed + 6), last_only=False))
         decoder.keep(torch.tensor([2]))
-        found.append(decoder.forward(ids(1, 1, 7)))
+        found.append(decoder.forward(ids(1, 1, seed + 7)))
         decoder.begin(rows=1, capacity=20)
-        found.append(decoder.forward(ids(1, 20, 8), last_only=False))
+        found.append(decoder.forward(ids(1, 20, seed + 8), last_only=False))
     return found
 
 
@@ -674,23 +676,23 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
     kind, tmp_path, make_artifact, monkeypatch
 ):
     model = make_artifact(tmp_path, LLAMA, W4A16)
-    exact = walk(TransformersDecoder(model, crops=True))
+    exact = walk(TransformersDecoder(model, crops=True), seed=20)
     update = DynamicCache.update
 
     def rounding(self, keys, values, *arguments, **options):
         return update(self, ROUNDED[kind](keys), ROUNDED[kind](values), *arguments, **options)
 
     monkeypatch.setattr(DynamicCache, "update", rounding)
-    expected = walk(TransformersDecoder(model, crops=True))
-    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind))
+    expected = walk(TransformersDecoder(model, crops=True), seed=20)
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind), seed=20)
     away = [
         float((ours - theirs).abs().max() / (theirs - whole).abs().max())
         for ours, theirs, whole in zip(found, expected, exact, strict=True)
     ]
     # Another rule of rounding would move every call. A number in the middle between two codes may
-    # fall to either, which depends on the CPU's sums: it moves the calls that read it, by a tenth
-    # of what the rounding of all numbers does at most.
-    assert median(away) < 1e-3 and max(away) < 0.1, away
+    # fall to either, which depends on the CPU's sums: it moves the calls that read it, by a
+    # twentieth of what the rounding of all numbers does at most.
+    assert median(away) < 1e-3 and max(away) < 0.05, away
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
