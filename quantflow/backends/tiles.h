@@ -1,5 +1,5 @@
-/* Products of int8 inputs in tiles, for CPUs with AMX: sixteen tokens by sixteen rows by 64 columns
-   in one instruction, 16 times the products of one of AVX-512.
+/* Products of int8 inputs in tiles, for CPUs with AMX: 16 tokens by 16 rows by 64 columns, 16,384
+   products, in one instruction. One of AVX-512 has 64.
 
    The sums are those of kernels.c, and so are the bits of the outputs: sums of integers do not
    depend on their order, and groups are scaled in the same order by the same operations. So a call
@@ -31,7 +31,6 @@ enum {
     STRIP = 512,     /* tokens whose sums are kept at once; a multiple of two tiles */
     CHUNK = 1024,    /* columns that are multiplied with all tokens of a strip before the next */
     PITCH = 16,      /* words between two tokens' inputs: rows of a tile lie in other cache sets */
-    FEW = 16,        /* with fewer tokens instructions on vectors are as fast, or faster */
 };
 
 /* What a unit has: the outputs of 32 rows and the tokens of a strip. */
@@ -77,9 +76,11 @@ static int tiles_allowed(void) {
 }
 #endif
 
-/* Whether a weight's products with so many tokens are computed in tiles. */
+/* Whether a weight's products with so many tokens are computed in tiles. Vectors are faster for
+ * fewer; weights of 4 bits, which are spread first, need two tiles of tokens. */
 static int tiled(const struct weight *w, int64_t tokens) {
-    return w->input == INT8 && tokens >= FEW && span_of(w) && tiles_allowed();
+    return w->input == INT8 && tokens >= (w->kind == W4 ? 2 * SIDE : SIDE) && span_of(w)
+        && tiles_allowed();
 }
 
 /* Shape the tiles for `tokens` tokens, at most two tiles of them, and weights of `span` columns. */

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow import cpu_threads
 from quantflow.algorithms import rtn
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.backends.backend import Case
@@ -76,6 +77,7 @@ def run(job: KernelJob) -> dict[str, Any]:
                 f"bench: scheme {scheme.name} has a static input",
                 "time a scheme with dynamic inputs or none",
             )
+    cpu_threads.tell_torch()
     dtype = getattr(torch, job.dtype)
     rows = []
     for shape in shapes:

@@ -147,7 +147,7 @@ def _refuse(artifact: Artifact) -> None:
         reason = "its experts depend on the text"
     elif any(StaticCache(config=config, max_cache_len=1).is_sliding):
         reason = "its attention is in windows, the IR has full attention"
-    elif getattr(config, "rope_parameters", None) and (rotation := moving_rotation(config)):
+    elif rotation := moving_rotation(config):
         reason = f"rotations of type {rotation} depend on the length of the text"
     if reason is not None:
         raise UnsupportedError(

@@ -650,8 +650,6 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     if design.no_last_norm_key is not None and keys.get(design.no_last_norm_key):
         norm = None
     keys.read |= {*design.shared_size_keys}
-    if design.mlp_size_key is not None:
-        keys.read.add(design.mlp_size_key)
     if mixture is not None and any(keys.get(key) == 0 for key in design.shared_size_keys):
         mixture = replace(mixture, shared=())
     return Blueprint(

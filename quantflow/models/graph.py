@@ -399,9 +399,14 @@ def text_config(config: Any) -> Any:
 
 
 def moving_rotation(config: Any) -> str | None:
-    """The rope type of a model whose angles depend on more than the position; None elsewhere."""
-    rope_type = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
-    return None if rope_type in _ROPE_TYPES_BY_POSITION else rope_type
+    """The rope type of a model whose angles depend on more than the position; None elsewhere.
+
+    A model without rotations has none; one with several kinds of layers has parameters of each.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
+    types = [str(kind["rope_type"]) for kind in kinds if "rope_type" in kind]
+    return next((each for each in types if each not in _ROPE_TYPES_BY_POSITION), None)
 
 
 def _layer(family: Family, index: int, config: Any) -> Layer:

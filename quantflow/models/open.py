@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.files.layers_ahead import lost_words
 from quantflow.files.safetensors_header import SplitTensor
@@ -105,7 +105,7 @@ def open_files(folder: str | Path, *, linears: Sequence[str] = ()) -> ModelFiles
     Raises:
         InputError: the folder, a header or config.json cannot be used, or the weights are already
             quantized.
-        UnsupportedError: the family is not supported.
+        UnsupportedError: the family is not supported, or named linears are stored as [I, O].
         UsageError: a pattern that matches no matrix.
     """
     checkpoint = open_checkpoint(Path(folder))
@@ -126,9 +126,29 @@ def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[list[str],
         if len(info.shape) == 2 and name.endswith(".weight")
     ]
     chosen = {name for pattern in patterns for name in matching(pattern, matrices, "linears")}
+    _refuse_transposed(checkpoint, matrices)
     return [name for name in matrices if name in chosen], [
         name for name in matrices if name not in chosen
     ]
+
+
+def _refuse_transposed(checkpoint: Checkpoint, matrices: Sequence[str]) -> None:
+    """Refuse a model that stores matrices as [I, O], as GPT-2's Conv1D: rows would be inputs.
+
+    A bias tells it, which has a value for each output. Square matrices of such a model do not.
+
+    Raises:
+        UnsupportedError: naming the first matrix that a bias tells.
+    """
+    for name in matrices:
+        bias = checkpoint.tensors.get(f"{name}.bias")
+        shape = tuple(checkpoint.tensors[f"{name}.weight"][1].shape)
+        if bias is not None and tuple(bias[1].shape) == shape[1:] and shape[0] != shape[1]:
+            raise UnsupportedError(
+                f"{name}: weight {list(shape)} is stored as [in, out], its bias has {shape[1]}; "
+                "named linears are [out, in]",
+                "leave --linears out where the family is known: its graph turns them",
+            )
 
 
 def compared(checkpoint: Checkpoint, config: Any) -> Checkpoint:

@@ -30,6 +30,8 @@ def why_not(artifact: Artifact) -> str | None:
         return "a graph sends every token to the experts of the first"
     if any(StaticCache(config=config, max_cache_len=1).is_sliding):
         return "a cache that slides counts its columns outside of the graph"
+    if not getattr(config, "rope_parameters", None):
+        return "it knows positions by rotation alone"
     if rotation := moving_rotation(config):
         return f"it knows rotations of each position alone, not rope_type {rotation}"
     return None if artifact.kv_cache is None else "a cache with measured scales grows with the text"

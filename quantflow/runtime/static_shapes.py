@@ -32,8 +32,7 @@ def why_not(artifact: Artifact) -> str | None:
     cache = StaticCache(config=config, max_cache_len=1)
     if not all(type(layer) is StaticLayer for layer in cache.layers):
         return "a cache that slides, or has a state, has no static length"
-    rotates = getattr(config, "rope_parameters", None)
-    if rotates and (rotation := moving_rotation(config)):
+    if rotation := moving_rotation(config):
         return f"it knows rotations of each position alone, not rope_type {rotation}"
     alibi = config.model_type == "bloom" or getattr(config, "alibi", False)
     if alibi and artifact.device.type == hpu.NAME:

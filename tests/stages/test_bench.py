@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 
+from quantflow import cpu_threads
 from quantflow.backends import BACKENDS, kernels, native
+from quantflow.benching import kernel_speed
+from quantflow.benching.bench_job import KernelJob
 from quantflow.exporting import export as export_stage
 from tests.shared import run
 
@@ -142,3 +145,14 @@ def test_inspect_says_what_runs_the_linears_of_an_artifact_and_why_the_others_do
 def test_backends_of_what_is_no_artifact_is_an_input_error(capsys, llama):
     assert run("inspect", llama, "--backends") == 3
     assert "quantflow.json" in capsys.readouterr().err
+
+
+def test_kernels_are_timed_with_the_threads_that_were_given(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(cpu_threads, "_given", 1)
+    try:
+        job = KernelJob(schemes=("W8A8",), shapes=("64x64",), tokens=(1,), rounds=1)
+        assert kernel_speed.run(job)["threads"] == 1
+    finally:
+        torch.set_num_threads(before)

@@ -293,12 +293,8 @@ def _ratio(rounds: Sequence[Round]) -> float:
 
 def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
     """The digest of what a choice is made from."""
-    later = (
-        "scale_method",
-        "scale_arithmetic",
-        "bits_of",
-        "imatrix",
-    )  # which older choices do not name
+    # which older choices do not name
+    later = ("scale_method", "scale_arithmetic", "bits_of", "imatrix")
     given = {key: value for key, value in asdict(entry).items() if key not in later or value}
     words = {key: value for key, value in given.items() if key not in ("name", "expect")}
     return digest_of([VERSION, words, model, measurement])

@@ -526,6 +526,7 @@ def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
     ("name", "group", "columns"),
     [
         ("W8A8", None, 192),
+        ("W8A8", None, 1056),  # no multiple of a tile's columns
         ("W8A8", None, 1088),  # a group that goes on in the next chunk of columns
         ("W4A16", 32, 96),
         ("W4A16", 128, 1152),
@@ -538,8 +539,10 @@ def test_many_tokens_get_the_bits_that_each_gets_alone(name, group, columns, dty
     scheme = PRESETS[name] if group is None else with_group_size(PRESETS[name], group)
     linear = random_linear(name, (150, columns), scheme=with_rounded_inputs(scheme))
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
-    x[3] = 0
+    x[3], x[5, 1] = 0, float("nan")
     prepared = kernels.prepare(linear, dtype)
     bias = torch.randn(150, generator=torch.Generator().manual_seed(2)).to(dtype)
     alone = [kernels.linear(x[t : t + 1], prepared, bias) for t in range(tokens)]
-    assert torch.equal(kernels.linear(x, prepared, bias), torch.cat(alone))
+    together = kernels.linear(x, prepared, bias)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=0, equal_nan=True)
+    assert not torch.isnan(together[:5]).any() and torch.isnan(together[5]).any()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quantflow.backends import kernels, native
+from tests.shared import compiler_with
 
 REASON = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 ROOT = Path(__file__).parents[3]
@@ -29,10 +30,8 @@ OTHER_SUMS = "not test_a_smaller_cache_gives"
 
 def run_as(tmp_path, option, tests, *, chosen):
     """Run tests with C that is compiled with one option more, the last of its command."""
-    compiler = tmp_path / "gcc"
-    compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {option}\n')  # the last -march counts
-    compiler.chmod(0o700)
-    environment = {**os.environ, "CC": str(compiler), "QUANTFLOW_CACHE": str(tmp_path / "cache")}
+    compiler = compiler_with(tmp_path, option)
+    environment = {**os.environ, "CC": compiler, "QUANTFLOW_CACHE": str(tmp_path / "cache")}
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", chosen]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     result = subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 
 from quantflow.backends import native
 from quantflow.runtime import operations
+from tests.shared import compiler_with
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = [  # every entry of C, and every way in which Python calls it
@@ -46,7 +47,7 @@ def sanitizer() -> str | None:
     return None if libraries[0] is None else " ".join(filter(None, libraries))
 
 
-def checked(arguments, tmp_path):
+def checked(arguments, tmp_path, **variables):
     """Run Python in a process whose C code is checked."""
     library = sanitizer()
     if native.why_not(operations.SOURCE, cpu_flags=()) is not None or library is None:
@@ -58,6 +59,7 @@ def checked(arguments, tmp_path):
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "QUANTFLOW_NATIVE": "checked",
         "QUANTFLOW_CACHE": str(tmp_path / "cache"),
+        **variables,
     }
     return subprocess.run(
         [sys.executable, *arguments],
@@ -73,6 +75,16 @@ def checked(arguments, tmp_path):
 def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tmp_path):
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
     result = checked(["-m", "pytest", *options, *TESTS], tmp_path)
+    assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
+
+
+@pytest.mark.slow
+def test_tiles_stay_within_their_memory(tmp_path):
+    """AMX's instructions read memory that the sanitizer does not see; their emulation is C."""
+    compiler = compiler_with(tmp_path, "-DQUANTFLOW_EMULATE_TILES")
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", "dtype0"]
+    test = "tests/unit/backends/test_kernels.py::test_many_tokens_get_the_bits_that_each_gets_alone"
+    result = checked(["-m", "pytest", *options, test], tmp_path, CC=compiler)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 

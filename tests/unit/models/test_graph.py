@@ -1,12 +1,13 @@
 """Families as data; that the data is true of the real modules is tested with `capture`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import UNTRACED, Layer, family_for
+from quantflow.models.graph import UNTRACED, Layer, family_for, moving_rotation
 from quantflow.models.open import graph_for
 
 
@@ -241,3 +242,19 @@ def test_architectures_of_another_form_are_refused(names):
 def test_a_model_type_that_is_no_name_is_refused(model_type):
     with pytest.raises(UnsupportedError, match="model_type"):
         family_for(model_type)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "moving"),
+    [
+        (None, None),  # positions are learned, or ALiBi's
+        ({"rope_type": "yarn", "factor": 4.0}, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({kind: {"rope_type": "default"} for kind in ("full_attention", "sliding")}, None),
+        ({"sliding": {"rope_type": "default"}, "full": {"rope_type": "longrope"}}, "longrope"),
+    ],
+)
+def test_a_rotation_moves_where_any_layers_angles_depend_on_more_than_the_position(
+    parameters, moving
+):
+    assert moving_rotation(SimpleNamespace(rope_parameters=parameters)) == moving

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import open_checkpoint
@@ -110,3 +110,12 @@ def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("pattern", ["re:.*mlp.*", "transformer.h.0.attn.c_proj"])
+def test_named_linears_that_are_stored_transposed_are_refused(tmp_path, pattern):
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"c_attn: weight \[8, 24\] .* its bias has 24"):
+        open_files(tmp_path, linears=[pattern])
+    assert open_files(tmp_path).config.model_type == "gpt2"

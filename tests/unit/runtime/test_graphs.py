@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -276,6 +277,7 @@ REASONS = {
         ),
         "rope_type dynamic",
     ),
+    "learned positions": (GPT2Config(n_embd=16, n_layer=1, n_head=2), "by rotation alone"),
 }
 
 
