@@ -81,12 +81,16 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
     )
 
 
-def _traced(name: str, job: ServeJob) -> TracedSteps:
-    """The steps of a model that are traced, and the file of the trace.
+def traced_steps(name: str, job: ServeJob, *, rank: int = 0) -> TracedSteps | None:
+    """The steps of a model that a rank traces, and the file of the trace; None: it traces none.
 
-    The file has the model's name without characters that file names cannot have.
+    The file has the model's name without characters that file names cannot have, and the rank's
+    number behind the first one.
     """
-    path = job.profile / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.json"
+    if not job.profile_steps or rank not in job.traced_ranks:
+        return None
+    behind = f"-rank{rank}" if rank else ""
+    path = job.profile / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}{behind}.json"
     skip = job.profile_wait + job.profile_warmup
     return TracedSteps(path=path, skip=skip, count=job.profile_steps, shapes=job.profile_shapes)
 
@@ -146,7 +150,7 @@ class ServedModel:
             limits=limits,
             tokenizer=loaded.tokenizer,
             kv_memory=job.kv_bytes,
-            traced=_traced(name, job) if job.profile_steps else None,
+            traced=traced_steps(name, job),
             draft=_draft(loaded, job, medusa),
         )
         self.speculation = _speculation(job, medusa)

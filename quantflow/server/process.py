@@ -24,6 +24,7 @@ from quantflow.distributed.launch import launched_folder, launched_rank
 from quantflow.errors import EngineError, QuantflowError, ResourceError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchRequest
+from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.generate_job import Lookup
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.ranks import processes as rank_processes
@@ -32,7 +33,7 @@ from quantflow.server.errors import Refused
 from quantflow.server.generation import Admission, Service
 from quantflow.server.http import refusal
 from quantflow.server.metrics import Metrics
-from quantflow.server.models import Models, open_model
+from quantflow.server.models import Models, open_model, traced_steps
 from quantflow.server.settings import ServeJob, is_loopback
 from quantflow.server.site import Site
 
@@ -60,8 +61,12 @@ def run(job: ServeJob, progress: Progress) -> None:
         return
     with rank_processes.joined("serve", world) as communicator:
         if communicator is not None and communicator.rank:
+            traced = traced_steps(job.first_name, job, rank=communicator.rank)
             rank_processes.drive(
-                open_model(job.artifact, job, communicator), communicator, lambda _: None
+                open_model(job.artifact, job, communicator),
+                communicator,
+                lambda _: None,
+                trace=None if traced is None else StepTrace(traced),
             )
             return
         listening = bound(job)  # before the model is opened, so that a taken port fails at once

@@ -365,6 +365,14 @@ class ServeJob:
         variable="PROF_RECORD_SHAPES",
         help="Put shapes of inputs into the trace.",
     )
+    profile_ranks: str = _for_serve(
+        "0",
+        "--profile-ranks",
+        variable="PROF_RANKS",
+        metavar="N,N",
+        shown=True,
+        help="Ranks that are traced, with --ranks.",
+    )
     ranks: int = _for_serve(
         1,
         "--ranks",
@@ -410,6 +418,11 @@ class ServeJob:
             speculated(self.speculate)
         if self.medusa is not None and isinstance(self.speculate, str):
             raise UsageError(f"medusa with speculate={self.speculate}", "leave one of them out")
+        if self.profile_steps and not self.traced_ranks <= {*range(self.ranks)}:
+            raise UsageError(
+                f"profile_ranks={self.profile_ranks} of {self.ranks} ranks",
+                f"use numbers from 0 to {self.ranks - 1}, with commas",
+            )
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port={self.port}", "use 0 to 65535")
         if self.api_key is not None and self.api_key_file is not None:
@@ -443,6 +456,17 @@ class ServeJob:
                     f"model {name!r} stands for two folders",
                     "give every model and adapter a name of its own",
                 )
+
+    @property
+    def traced_ranks(self) -> frozenset[int]:
+        """Ranks whose steps are traced.
+
+        Raises:
+            UsageError: `profile_ranks` is no list of numbers.
+        """
+        if not re.fullmatch(r"\s*[0-9]{1,4}\s*(,\s*[0-9]{1,4}\s*)*", self.profile_ranks):
+            raise UsageError(f"profile_ranks={self.profile_ranks!r}", "use numbers, such as 0,1")
+        return frozenset(map(int, self.profile_ranks.split(",")))
 
     @property
     def lookup_tokens(self) -> int:

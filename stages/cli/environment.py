@@ -20,7 +20,6 @@ UNREAD = {
     "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
     "USE_FLASH_ATTENTION": _ATTENTION,
     "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
-    "PROF_RANKS": "one process runs the model, and is traced",
     "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made",
 }  # what other servers read: `serve` says of one that is set why nothing happens
 

@@ -7,7 +7,7 @@ import pytest
 
 from quantflow.errors import UsageError
 from quantflow.server import settings
-from quantflow.server.models import batch_limits
+from quantflow.server.models import batch_limits, traced_steps
 from quantflow.server.settings import ServeJob
 from quantflow.stages import serve as stage
 from quantflow.stages.cli import cli
@@ -69,6 +69,32 @@ def test_the_variables_of_gaudis_profiler_are_read(served, monkeypatch, tmp_path
     assert (job.profile_steps, job.profile_wait, job.profile_warmup) == (3, 2, 1)
     assert (job.profile, job.profile_shapes) == (tmp_path, True)
     served("--profile-steps", "-1", code=2)
+
+
+def test_the_variable_of_the_ranks_that_are_traced_is_read(served, monkeypatch, capsys):
+    assert served().traced_ranks == {0}
+    monkeypatch.setenv("PROF_STEP", "3")
+    monkeypatch.setenv("PROF_RANKS", "1, 3")
+    assert served("--ranks", "4").traced_ranks == {1, 3}
+    assert served("--ranks", "4", "--profile-ranks", "2").traced_ranks == {2}
+    served("--ranks", "2", code=2)
+    assert "profile_ranks=1, 3 of 2 ranks" in capsys.readouterr().err
+    served("--ranks", "2", "--profile-ranks", "all", code=2)
+    assert "profile_ranks='all'" in capsys.readouterr().err
+
+
+def test_each_rank_that_is_traced_has_a_file_of_its_own(served, tmp_path):
+    job = served("--ranks", "3", "--profile", str(tmp_path), "--profile-ranks", "0,2")
+    assert traced_steps("org/code", job) is None  # no steps were asked for
+    options = ("--profile-steps", "2", "--profile-wait", "1", "--profile-shapes")
+    job = served("--ranks", "3", "--profile", str(tmp_path), "--profile-ranks", "0,2", *options)
+    traced = [traced_steps("org/code", job, rank=rank) for rank in range(3)]
+    assert [one and one.path.name for one in traced] == [
+        "org-code.json",
+        None,
+        "org-code-rank2.json",
+    ]
+    assert all((one.skip, one.count, one.shapes) == (1, 2, True) for one in traced if one)
 
 
 def test_older_names_of_limits_are_read_and_said(served, capsys):

@@ -6,6 +6,7 @@ like any other, so that every way to generate runs as it does in one process. Th
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.distributed.communicator import Communicator
+from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.kv_cache import KVCache
 from quantflow.runtime.lean import LeanDecoder
 
@@ -152,8 +154,16 @@ class Leader:
             self._communicator.broadcast(message[_WORDS : len(rest) + 2].contiguous())
 
 
-def follow(decoder: LeanDecoder, communicator: Communicator) -> None:
-    """Do what rank 0's `Leader` does, until its end."""
+def follow(
+    decoder: LeanDecoder, communicator: Communicator, *, trace: StepTrace | None = None
+) -> None:
+    """Do what rank 0's `Leader` does, until its end.
+
+    Args:
+        decoder: decoder of this rank.
+        communicator: connection to rank 0.
+        trace: trace of the steps of a running batch; None: there is none.
+    """
     while True:
         message = torch.empty(_WORDS, dtype=torch.int64)
         communicator.broadcast(message)
@@ -180,9 +190,15 @@ def follow(decoder: LeanDecoder, communicator: Communicator) -> None:
             ids, first, start, table, wanted = rest[3:].tensor_split(
                 torch.tensor(lengths).cumsum(0)
             )
-            decoder.forward_rows(
-                ids, first=first, start=start, table=table.view(rows, width), wanted=wanted
+            step = partial(
+                decoder.forward_rows,
+                ids,
+                first=first,
+                start=start,
+                table=table.view(rows, width),
+                wanted=wanted,
             )
+            step() if trace is None else trace.step(step)
         else:
             rows, columns, last_only = rest[:3].tolist()
             ids, padding = rest[3 : 3 + rows * columns], rest[3 + rows * columns :]

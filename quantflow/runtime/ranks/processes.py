@@ -31,6 +31,7 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime import lean
 from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.ranks.leader import Leader, follow
@@ -244,7 +245,11 @@ def joined(verb: str, world: int) -> Iterator[Communicator | None]:
 
 
 def drive(
-    loaded: Loaded, communicator: Communicator | None, work: Callable[[Loaded], Result]
+    loaded: Loaded,
+    communicator: Communicator | None,
+    work: Callable[[Loaded], Result],
+    *,
+    trace: StepTrace | None = None,
 ) -> Result | None:
     """Run `work` on rank 0, or alone; the other ranks follow until rank 0 is done.
 
@@ -252,6 +257,7 @@ def drive(
         loaded: loaded artifact with this rank's part of the decoder.
         communicator: communicator of `joined`.
         work: function that calls the decoder at will.
+        trace: trace of the steps that this rank follows; rank 0 has none here.
 
     Returns:
         The result of `work`; None on the other ranks.
@@ -261,7 +267,7 @@ def drive(
     decoder: Any = loaded.decoder
     assert isinstance(decoder, LeanDecoder)  # `check` has refused others
     if communicator.rank:
-        follow(decoder, communicator)
+        follow(decoder, communicator, trace=trace)
         return None
     leader = Leader(decoder, communicator)
     result = work(replace(loaded, decoder=leader))

@@ -103,6 +103,16 @@ def test_ranks_answer_as_one_process_and_end_at_a_signal(artifact, template):
 
 
 @pytest.mark.slow
+def test_the_ranks_that_were_named_are_traced_and_no_other(artifact, tmp_path):
+    options = ("--served-model-name", "m", "--profile", str(tmp_path), "--profile-steps", "2")
+    with started(artifact, *options, "--ranks", "2", "--profile-ranks", "1") as (shared, port, _):
+        ask(port, "POST", *BODIES[0])
+        shared.send_signal(signal.SIGINT)
+        assert shared.wait(30) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["m-rank1.json"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_ends_the_server_with_its_name(artifact, template, rank):

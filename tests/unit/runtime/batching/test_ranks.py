@@ -1,5 +1,6 @@
 """An engine whose model ranks share, here threads, answers with the bits of one process."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from quantflow.backends import kernels, native
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.paged import BlockRunner
+from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import Ranks
@@ -24,12 +26,12 @@ pytestmark = pytest.mark.skipif(
 def led(folders, among):
     """Return what gives what `work` makes of a leader of so many ranks."""
 
-    def over_ranks(world, work):
+    def over_ranks(world, work, traced=None):
         def of_rank(wire):
             ranks = Ranks(open_artifact(folders("W4A16"), verify=False), wire)
             decoder = LeanDecoder(ranks.artifact, ranks=ranks)
             if wire.rank:
-                return follow(decoder, wire)
+                return follow(decoder, wire, trace=traced and StepTrace(traced))
             leader = Leader(decoder, wire)
             found = work(leader)
             leader.end()
@@ -51,6 +53,17 @@ def test_requests_together_get_the_bits_of_one_process(folders, tokenizer, led):
     found, counted = led(2, run)
     assert found == expected
     assert counted.pool.hit_tokens > 0 and max(counted.batch_sizes) > 1
+
+
+def test_a_rank_that_follows_traces_the_steps_that_it_computes(tokenizer, led, tmp_path):
+    asked = [replace(one, max_new_tokens=4, stop=()) for one in requests(tokenizer, 2, seed=3)]
+    run = partial(together, tokenizer=tokenizer, asked=asked, seed=1, max_batch_size=2)
+    path = tmp_path / "rank1.json"
+    expected, _ = led(2, run)
+    found, counted = led(2, run, TracedSteps(path=path, skip=1, count=2))
+    assert found == expected and counted.steps > 3
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "step" for event in events) == 2
 
 
 def test_the_cache_of_all_ranks_fits_into_its_memory(folders, led):
