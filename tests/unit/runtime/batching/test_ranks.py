@@ -25,10 +25,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def led(folders, among):
     """Return what gives what `work` makes of a leader of so many ranks."""
+    folder = folders("W4A16")  # made here, once, and not by threads at the same time
 
     def over_ranks(world, work, traced=None):
         def of_rank(wire):
-            ranks = Ranks(open_artifact(folders("W4A16"), verify=False), wire)
+            ranks = Ranks(open_artifact(folder, verify=False), wire)
             decoder = LeanDecoder(ranks.artifact, ranks=ranks)
             if wire.rank:
                 return follow(decoder, wire, trace=traced and StepTrace(traced))
