@@ -124,6 +124,7 @@ def programs_of(given: argparse.Namespace, model: Path, work: Path) -> list[Prog
         file = next(source.glob("*.gguf"))
         for kind in ("Q4_0", "Q8_0"):
             settings = {"gguf": str(file), "type": kind, "output": str(work / f"{kind}.gguf")}
+            settings["rows"] = max(given.batches)
             programs.append(
                 Program(
                     name=f"llama.cpp {kind}",

@@ -15,7 +15,7 @@ import numpy as np
 from _serve import Program, Timed, clocked, serve
 from gguf import GGUFReader
 
-CONTEXT, ROWS = 640, 8  # positions of a sequence, sequences at once
+CONTEXT = 640  # positions of a sequence
 
 
 def load(settings: dict[str, Any]) -> Program:
@@ -27,19 +27,15 @@ def load(settings: dict[str, Any]) -> Program:
     model = llama_cpp.llama_model_load_from_file(
         str(path).encode(), llama_cpp.llama_model_default_params()
     )
-    chosen = llama_cpp.llama_context_default_params()
-    chosen.n_ctx, chosen.n_seq_max, chosen.n_batch, chosen.n_ubatch = (
-        CONTEXT * ROWS,
-        ROWS,
-        CONTEXT * ROWS,
-        512,
-    )
+    chosen, most = llama_cpp.llama_context_default_params(), settings["rows"]
+    chosen.n_ctx = chosen.n_batch = CONTEXT * most
+    chosen.n_seq_max, chosen.n_ubatch = most, 512
     chosen.n_threads = chosen.n_threads_batch = settings["threads"]
     context = llama_cpp.llama_init_from_model(model, chosen)
     if not model or not context:
         raise SystemExit(f"{path}: llama.cpp does not load it")
     size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    batch = llama_cpp.llama_batch_init(CONTEXT * ROWS, 0, 1)
+    batch = llama_cpp.llama_batch_init(CONTEXT * most, 0, 1)
 
     def run(rows: list[list[int]], new: int) -> Timed:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)

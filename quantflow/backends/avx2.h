@@ -40,6 +40,9 @@ INLINE void store_bytes(void *to, ints x) { /* the lowest byte of each lane */
 INLINE ints times_int(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
 INLINE ints plus(ints a, ints b) { return _mm256_add_epi32(a, b); }
 INLINE ints minus_bytes(ints a, ints b) { return _mm256_sub_epi8(a, b); }
+INLINE ints plus_float(ints a, ints b) {
+    return _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
+}
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats times_plus(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE floats larger(floats a, floats b) { return _mm256_max_ps(a, b); } /* b where one is NaN */
@@ -103,13 +106,30 @@ INLINE ints quantized(const struct weight *w, const void *x, int64_t at, int bf1
     return _mm256_and_si256(_mm256_cvtps_epi32(value), mask_of(lanes));
 }
 
+/* Columns of a token from `at` on as they are multiplied: divided by the scale and rounded to e4m3,
+ * or to bfloat16; `SMALLEST` says which become zeros. */
+INLINE floats rounded(const struct weight *w, const void *x, int64_t at, int bf16, some lanes,
+                      float scale, const enum math math) {
+    floats value = _mm256_div_ps(load(x, at, bf16, lanes), splat(scale));
+    if (w->input == E4M3) {
+        const floats largest = splat(w->input_largest), lowest = _mm256_sub_ps(splat(0), largest);
+        return round_e4m3(_mm256_max_ps(_mm256_min_ps(value, largest), lowest));
+    }
+    if (!w->bf16) return value;
+    uint16_t halves[LANES];
+    store(halves, 0, 1, ALL, value);
+    value = load(halves, 0, 1, ALL);
+    if (math != PAIRED) return value;
+    return _mm256_and_ps(value, _mm256_cmp_ps(magnitude(value), splat(SMALLEST), _CMP_NLT_UQ));
+}
+
+INLINE floats permuted(floats x, ints order) { return _mm256_permutevar8x32_ps(x, order); }
+
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
  * word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
                     int64_t padded, float scale, const enum math math, uint32_t *out, int stride,
                     int32_t *sums) {
-    const floats step = splat(scale);
-    const floats largest = splat(w->input_largest);
     const ints order = load_ints(orders[w->kind][FLOAT]);
     const ints pairs = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
@@ -123,18 +143,8 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
                 q[half] = quantized(w, x, i + half * LANES, bf16, lanes, scale);
                 continue;
             }
-            floats value = _mm256_div_ps(load(x, i + half * LANES, bf16, lanes), step);
-            if (w->input == E4M3) {
-                const floats lowest = _mm256_sub_ps(splat(0), largest);
-                value = round_e4m3(_mm256_max_ps(_mm256_min_ps(value, largest), lowest));
-            }
-            value = _mm256_permutevar8x32_ps(value, order);
-            uint16_t narrow[LANES];
-            if (w->bf16 && w->input == ASIS) { /* round to bfloat16 */
-                store(narrow, 0, 1, ALL, value);
-                value = load(narrow, 0, 1, ALL);
-            }
-            _mm256_storeu_ps((float *)words + half * LANES, value);
+            floats value = rounded(w, x, i + half * LANES, bf16, lanes, scale, math);
+            _mm256_storeu_ps((float *)words + half * LANES, permuted(value, order));
         }
         int per = 1; /* columns of a word */
         if (math == INTEGER) {
@@ -180,9 +190,16 @@ INLINE floats floats_of(enum kind kind, ints line, int v, floats zero) {
 }
 
 /* The part of a line that is multiplied with an input's v-th word; of 8 bits as integers, columns v
- * and v + 2 in 16 bits each. */
+ * and v + 2 in 16 bits each. Two bfloat16 are for tiles alone. */
 INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero) {
-    if (math == FLOAT)
+    if (math == BFLOAT) { /* these floats' lower halves are zeros */
+        const floats none = _mm256_castsi256_ps(zero);
+        floats low = floats_of(kind, line, v, none);
+        floats high = floats_of(kind, line, v + columns_of(kind) / 2, none);
+        return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(low), 16),
+                               _mm256_castps_si256(high));
+    }
+    if (math != INTEGER)
         return _mm256_castps_si256(floats_of(kind, line, v, _mm256_castsi256_ps(zero)));
     if (kind == W8) return _mm256_srai_epi16(v ? line : _mm256_slli_epi16(line, 8), 8);
     return _mm256_and_si256(v ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
@@ -201,7 +218,7 @@ INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {
-    return math == FLOAT ? _mm256_castps_si256(_mm256_cvtepi32_ps(zero)) : zero;
+    return math == INTEGER ? zero : _mm256_castps_si256(_mm256_cvtepi32_ps(zero));
 }
 
 /* A sum as floats. */

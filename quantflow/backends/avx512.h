@@ -40,6 +40,9 @@ INLINE void store_bytes(void *to, ints x) { _mm_storeu_si128(to, _mm512_cvtepi32
 INLINE ints times_int(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
 INLINE ints plus(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINE ints minus_bytes(ints a, ints b) { return _mm512_sub_epi8(a, b); }
+INLINE ints plus_float(ints a, ints b) {
+    return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+}
 INLINE floats times(floats a, floats b) { return _mm512_mul_ps(a, b); }
 INLINE floats times_plus(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE floats larger(floats a, floats b) { return _mm512_max_ps(a, b); } /* b where one is NaN */
@@ -91,6 +94,28 @@ INLINE __m512i quantized(const struct weight *w, const void *x, int64_t at, int 
     return _mm512_maskz_cvtps_epi32(mask, value);
 }
 
+/* Columns of a token from `at` on as they are multiplied: divided by the scale and rounded to e4m3,
+ * or to bfloat16. Tiles take subnormals for zeros and make none: what is so small that its products
+ * can be subnormal becomes a zero here. */
+INLINE __m512 rounded(const struct weight *w, const void *x, int64_t at, int bf16, __mmask16 mask,
+                      float scale, const enum math math) {
+    __m512 value = _mm512_div_ps(load(x, at, bf16, mask), _mm512_set1_ps(scale));
+    if (w->input == E4M3) {
+        const __m512 largest = _mm512_set1_ps(w->input_largest);
+        const __m512 lowest = _mm512_sub_ps(_mm512_setzero_ps(), largest);
+        return round_e4m3(_mm512_max_ps(_mm512_min_ps(value, largest), lowest));
+    }
+    if (!w->bf16) return value;
+    uint16_t halves[16];
+    store(halves, 0, 1, 0xffff, value);
+    value = load(halves, 0, 1, 0xffff);
+    if (math != PAIRED) return value;
+    return _mm512_maskz_mov_ps(
+        _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(SMALLEST), _CMP_NLT_UQ), value);
+}
+
+INLINE floats permuted(floats x, ints order) { return _mm512_permutexvar_ps(order, x); }
+
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
  * word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
@@ -99,8 +124,6 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride));
     const __m512i order = _mm512_loadu_si512(orders[w->kind][math]);
-    const __m512 step = _mm512_set1_ps(scale);
-    const __m512 largest = _mm512_set1_ps(w->input_largest);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < padded; i += 16) {
         __mmask16 mask = first(end - i);
@@ -116,18 +139,11 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
             }
             continue;
         }
-        __m512 value = _mm512_div_ps(load(x, i, bf16, mask), step);
-        if (w->input == E4M3) {
-            const __m512 lowest = _mm512_sub_ps(_mm512_setzero_ps(), largest);
-            value = round_e4m3(_mm512_max_ps(_mm512_min_ps(value, largest), lowest));
-        }
-        value = _mm512_permutexvar_ps(order, value);
+        __m512 value = permuted(rounded(w, x, i, bf16, mask, scale, math), order);
         uint16_t halves[16];
-        const int narrow = math == BFLOAT || (w->bf16 && w->input == ASIS);
-        if (narrow) store(halves, 0, 1, 0xffff, value);
-        if (math == FLOAT)
-            _mm512_i32scatter_ps(out + i * stride, at, narrow ? load(halves, 0, 1, 0xffff) : value,
-                                 4);
+        if (math != FLOAT) store(halves, 0, 1, 0xffff, value);
+        if (math != BFLOAT)
+            _mm512_i32scatter_ps(out + i * stride, at, value, 4);
         else
             _mm256_i32scatter_epi32(out + i / 2 * stride, _mm512_castsi512_si256(at),
                                     _mm256_loadu_si256((__m256i *)halves), 4);
@@ -182,10 +198,10 @@ INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
                                         _mm512_loadu_si512(quarters));
     /* floats of `floats_of` are exact in bfloat16: their lower halves are zeros */
     if (kind == W8) {
-        __m512i low = _mm512_castps_si512(floats_of(kind, line, 2 * v, _mm512_setzero_ps()));
+        const __m512 none = _mm512_setzero_ps();
+        __m512i low = _mm512_castps_si512(floats_of(kind, line, v, none));
         return _mm512_or_si512(_mm512_srli_epi32(low, 16),
-                               _mm512_castps_si512(floats_of(kind, line, 2 * v + 1,
-                                   _mm512_setzero_ps())));
+                               _mm512_castps_si512(floats_of(kind, line, v + 2, none)));
     }
     __m512i code = v ? _mm512_srli_epi16(line, 8) : line, sign = v ? line
         : _mm512_slli_epi16(line, 8);
@@ -203,14 +219,14 @@ INLINE __m512i multiply(enum kind kind, enum math math, __m512i acc, __m512i par
     if (math == INTEGER)
         return kind == W4 ? _mm512_dpbusd_epi32(acc, part, x) : _mm512_dpbusd_epi32(acc, x, part);
     const __m512 sum = _mm512_castsi512_ps(acc);
-    if (math == FLOAT)
+    if (math != BFLOAT)
         return _mm512_castps_si512(
             _mm512_fmadd_ps(_mm512_castsi512_ps(part), _mm512_castsi512_ps(x), sum));
     return _mm512_castps_si512(_mm512_dpbf16_ps(sum, (__m512bh)part, (__m512bh)x));
 }
 
 INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m512i zero) {
-    if (math == FLOAT)
+    if (math == FLOAT || math == PAIRED)
         return _mm512_castps_si512(floats_of(kind, line, v, _mm512_castsi512_ps(zero)));
     if (math == BFLOAT) return pairs_of(kind, line, v, zero);
     if (kind == W8) return line;
@@ -219,7 +235,7 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {
-    if (math == FLOAT) return _mm512_castps_si512(_mm512_cvtepi32_ps(zero));
+    if (math == FLOAT || math == PAIRED) return _mm512_castps_si512(_mm512_cvtepi32_ps(zero));
     return math == BFLOAT ? _mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)) : zero;
 }
 

@@ -11,7 +11,8 @@
 
    Inputs are quantized to int8 and multiplied as integers. Or they are kept as float and
    multiplied with the integers (or float8 values) of the weight in float32 or bfloat16, which
-   hold them exactly. The sum of a group is scaled once. Every output is summed by one thread in
+   hold them exactly; on CPUs with AMX in the order of its tiles, which few tokens keep without
+   them. The sum of a group is scaled once. Every output is summed by one thread in
    an order of its own, so bits depend neither on the threads nor on the other tokens of a call. */
 #include <immintrin.h>
 #include <math.h>
@@ -25,6 +26,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+/* The magnitude below which an input of PAIRED products is a zero: a product with a weight, of which
+   none is closer to 0 than 2^-9, and a sum of such products have no subnormals. */
+#define SMALLEST 0x1p-100f
 
 /* A debug build checks once a call what Python promises; a broken promise ends the process. */
 #ifdef QUANTFLOW_CHECK
@@ -37,7 +41,12 @@
 
 enum kind { W4, W8, F8, F4 };         /* a weight: 4 bits, int8, e4m3, e2m1 */
 enum input { ASIS, INT8, E4M3 };      /* dtype to which inputs are quantized; ASIS: none */
-enum math { INTEGER, FLOAT, BFLOAT }; /* dtype of the products */
+enum math {                           /* dtype of the products */
+    INTEGER, FLOAT,
+    PAIRED, /* bfloat16 in words of one float, summed as AMX's tiles do: of each 32 columns those
+               that stand first in a pair, and those that stand second; then both */
+    BFLOAT, /* in words of two */
+};
 
 /* A weight. kernels.py has the same fields in `_Weight` and compares their places with
  * `structure_fields`. */
@@ -58,16 +67,16 @@ struct weight {
 };
 
 /* The order in which `part_of` takes columns from a weight: those of 16 words of a float each,
- * and of 8 words of two bfloat16. Inputs are arranged in the same order. */
+ * and of 8 words of two bfloat16. Inputs are arranged in the same order. The first half of a line's
+ * words of a float are the lower halves of its words of two. */
 #define OF_FOUR_BITS { \
-    [FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15}, \
+    [FLOAT ... PAIRED] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15}, \
     [BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15} }
-static const int32_t orders[4][3][16] = {
-    [W4] = OF_FOUR_BITS,
-    [F4] = OF_FOUR_BITS,
-    [W8] = {[FLOAT ... BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}},
-    [F8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
+#define OF_EIGHT_BITS { \
+    [FLOAT ... PAIRED] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, \
+    [BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15} }
+static const int32_t orders[4][4][16] = {
+    [W4] = OF_FOUR_BITS, [F4] = OF_FOUR_BITS, [W8] = OF_EIGHT_BITS, [F8] = OF_EIGHT_BITS,
 };
 
 /* Columns of a line. */
@@ -81,7 +90,7 @@ struct tokens {
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
     int32_t *sum;  /* [tokens, groups] sums of int8 inputs */
     enum math math;
-    int tiled;     /* int8 inputs are arranged for tiles.h: token after token, a byte a column */
+    int tiled;     /* inputs are arranged for tiles.h: tile after tile, of 16 tokens */
     int bf16;      /* x, bias and y are bfloat16 instead of float */
 };
 
@@ -135,8 +144,7 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
         to->scale[token * parts + p] = unscaled ? NAN : scale;
 #if HAS_TILES
         if (to->tiled) {
-            arrange_bytes(w, row, to->bf16, begin, end, begin + width, scale,
-                          (uint8_t *)(to->x + token * to->words));
+            arrange_tiles(w, row, to->bf16, begin, end, begin + width, scale, to, token);
             continue;
         }
 #endif
@@ -145,6 +153,7 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
     arrange(w, row, to->bf16, begin, end, begin + width, scale, MATH, out, size, sums)
         if (to->math == INTEGER) ARRANGE(INTEGER);
         else if (to->math == FLOAT) ARRANGE(FLOAT);
+        else if (to->math == PAIRED) ARRANGE(PAIRED);
         else ARRANGE(BFLOAT);
     }
 }
@@ -176,28 +185,40 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
         }
         zero[r] = zeros_of(math, zero[r]);
     }
-    for (int64_t i = 0; i < lines; i++) {
-        ints line[4];
-        UNROLL for (int r = 0; r < R; r++) {
-            const uint8_t *at = data + r * LANES / 32 * pair + r * LANES % 32 * 4;
-            line[r] = load_ints(at);
-            if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
-            /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several:
-             * fetch the next 32 rows, into the second-level cache. */
-            if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0);
-            else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);
-        }
-        UNROLL for (int v = 0; v < parts; v++) {
-            ints part[4];
-            UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
-            UNROLL for (int t = 0; t < T; t++) {
-                const ints word = splat_int((int)x[v * T + t]);
-                UNROLL for (int r = 0; r < R; r++)
-                    sum[r][t] = multiply(kind, math, sum[r][t], part[r], word);
+    const int64_t turn = math == PAIRED ? 32 / columns_of(kind) : lines;
+    for (int64_t done = 0; done < lines; done += turn) {
+        ints half[2][4][MOST]; /* PAIRED's two sums */
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int t = 0; t < T; t++) half[0][r][t] = half[1][r][t] = splat_int(0);
+        for (int64_t i = 0; i < turn; i++) {
+            ints line[4];
+            UNROLL for (int r = 0; r < R; r++) {
+                const uint8_t *at = data + r * LANES / 32 * pair + r * LANES % 32 * 4;
+                line[r] = load_ints(at);
+                if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
+                /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several:
+                 * fetch the next 32 rows, into the second-level cache. */
+                if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0);
+                else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);
             }
+            UNROLL for (int v = 0; v < parts; v++) {
+                ints part[4];
+                UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const ints word = splat_int((int)x[v * T + t]);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        ints *to = math == PAIRED ? &half[v >= parts / 2][r][t] : &sum[r][t];
+                        *to = multiply(kind, math, *to, part[r], word);
+                    }
+                }
+            }
+            data += 128;
+            x += parts * T;
         }
-        data += 128;
-        x += parts * T;
+        if (math != PAIRED) continue;
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int t = 0; t < T; t++)
+                sum[r][t] = plus_float(sum[r][t], plus_float(half[0][r][t], half[1][r][t]));
     }
     UNROLL for (int r = 0; r < R; r++) {
         /* keeps the sums in registers: gcc puts some of them in memory otherwise */
@@ -223,18 +244,22 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
 ADDERS(W4, INTEGER)
 ADDERS(W4, FLOAT)
 ADDERS(W4, BFLOAT)
+ADDERS(W4, PAIRED)
 ADDERS(W8, INTEGER)
 ADDERS(W8, FLOAT)
 ADDERS(W8, BFLOAT)
+ADDERS(W8, PAIRED)
 ADDERS(F8, FLOAT)
 ADDERS(F8, BFLOAT)
+ADDERS(F8, PAIRED)
 ADDERS(F4, FLOAT)
 ADDERS(F4, BFLOAT)
-static void (*const adders[4][3][4])(GROUP_OF_TILE) = {
-    NAMES(W4, INTEGER), NAMES(W4, FLOAT), NAMES(W4, BFLOAT),
-    NAMES(W8, INTEGER), NAMES(W8, FLOAT), NAMES(W8, BFLOAT),
-    NAMES(F8, FLOAT),   NAMES(F8, BFLOAT),
-    NAMES(F4, FLOAT),   NAMES(F4, BFLOAT),
+ADDERS(F4, PAIRED)
+static void (*const adders[4][4][4])(GROUP_OF_TILE) = {
+    NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W4, PAIRED),
+    NAMES(W8, INTEGER), NAMES(W8, FLOAT),  NAMES(W8, BFLOAT), NAMES(W8, PAIRED),
+    NAMES(F8, FLOAT),   NAMES(F8, BFLOAT), NAMES(F8, PAIRED),
+    NAMES(F4, FLOAT),   NAMES(F4, BFLOAT), NAMES(F4, PAIRED),
 };
 
 /* The outputs of some rows, from 16-row block `block` on, and T tokens. */
@@ -311,6 +336,11 @@ static void multiply_blocks(const void *context, int64_t unit) {
     }
 }
 
+/* The tokens that a linear's inputs have room for: whole tiles, where they stand in such. */
+static int64_t held(const struct job *job) {
+    return job->in.tiled ? (job->tokens + 15) / 16 * 16 : job->tokens;
+}
+
 /* The bytes of a linear's inputs, arranged for the products, and how they are multiplied. */
 static size_t arranged(struct job *job, int bf16) {
     const struct weight *w = job->w;
@@ -320,16 +350,18 @@ static size_t arranged(struct job *job, int bf16) {
     CHECK(w->kind >= W4 && w->kind <= F4 && w->input >= ASIS && w->input <= E4M3);
     CHECK(!(w->kind >= F8 && w->input == INT8));
     CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
-    int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
+    int narrow = w->bf16 || w->input == E4M3;
     job->in.bf16 = bf16;
-    job->in.math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT;
+    job->in.math = w->input == INT8 ? INTEGER : !narrow ? FLOAT : paired(w) ? PAIRED
+        : HAS_BFLOAT ? BFLOAT : FLOAT;
     int64_t columns = w->group * w->groups;
     job->in.words = columns / columns_of(w->kind) * words_of(w->kind, job->in.math);
 #if HAS_TILES
-    job->in.tiled = tiled(w, job->tokens);
-    if (job->in.tiled) job->in.words = columns / 4 + PITCH;
+    job->in.tiled = tiled(w, job->in.math, job->tokens);
+    if (job->in.tiled) job->in.words = columns * bytes_of(job->in.math) / 4;
 #endif
-    return (size_t)(job->tokens * (job->in.words + w->groups * 2) * 4 + 127) / 64 * 64;
+    int64_t words = held(job) * job->in.words + job->tokens * w->groups * 2;
+    return (size_t)(words * 4 + 127) / 64 * 64;
 }
 
 /* Compute the outputs of some linears. Returns 0, or 1 where there was no memory. */
@@ -342,7 +374,7 @@ static int run(const struct jobs *jobs, int bf16) {
     for (struct job *job = jobs->job; job < jobs->job + jobs->many; job++) {
         struct tokens *in = &job->in;
         in->x = (uint32_t *)at;
-        in->scale = (float *)(in->x + job->tokens * in->words);
+        in->scale = (float *)(in->x + held(job) * in->words);
         in->sum = (int32_t *)(in->scale + job->tokens * job->w->groups);
         at += arranged(job, bf16);
         job->first_token = tokens, job->first_unit = units;

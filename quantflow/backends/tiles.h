@@ -1,43 +1,46 @@
-/* Products of int8 inputs in tiles, for CPUs with AMX: 16 tokens by 16 rows by 64 columns, 16,384
-   products, in one instruction. One of AVX-512 has 64.
+/* Products of int8 or bfloat16 inputs in tiles, for CPUs with AMX: 16 tokens by 16 rows by 64 bytes
+   of columns, 16,384 or 8,192 products, in one instruction. One of AVX-512 has 64 or 32.
 
    The sums are those of kernels.c, and so are the bits of the outputs: sums of integers do not
-   depend on their order, and groups are scaled in the same order by the same operations. So a call
-   of few tokens and one of many, or a CPU with AMX and one without, give the same.
+   depend on their order, those of bfloat16 are PAIRED's, and groups are scaled in the same order by
+   the same operations. So a call of few tokens and one of many give the same; of int8, a CPU with
+   AMX and one without too.
 
-   A tile of the weight is what lines hold: 16 rows by 4 columns in 64 bytes, the next 4 columns in
-   the next line. Weights of 4 bits are spread to such lines, their zero points subtracted, for as
-   many columns as the first-level cache has room for; all tokens take them from there. A tile of
-   the inputs is 16 tokens by 64 columns of one byte.
+   A tile of the weight is what lines hold: 16 rows by 4 columns of int8, or 2 of bfloat16, in 64
+   bytes, the next columns in the next line. All but int8 weights are spread to such lines first, for
+   as many columns as the first-level cache has room for; all tokens take them from there. A tile of
+   the inputs is 16 tokens by 64 bytes, in 1,024 bytes that follow each other.
 
    -DQUANTFLOW_EMULATE_TILES computes what the instructions do in C, on any CPU. */
 #ifdef QUANTFLOW_EMULATE_TILES
 #include "tiles_emulated.h"
 #define HAS_TILES 1
-#elif defined(__AMX_INT8__) && defined(__linux__)
+#elif defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_TILES 1
 #else
 #define HAS_TILES 0
 #endif
 
-#if HAS_TILES
+#if !HAS_TILES
+static int paired(const struct weight *w) { (void)w; return 0; }
+#else
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 enum {
     SIDE = 16,       /* tokens or rows of a tile */
-    SPAN = 64,       /* columns of a tile, at most */
+    FEW = 4,         /* tokens of bfloat16 for which tiles are faster */
+    SPAN = 64,       /* bytes of a token in a tile, at most */
     STRIP = 512,     /* tokens whose sums are kept at once; a multiple of two tiles */
-    CHUNK = 1024,    /* columns that are multiplied with all tokens of a strip before the next */
-    PITCH = 16,      /* words between two tokens' inputs: rows of a tile lie in other cache sets */
+    LINES = 256,     /* lines that are multiplied with all tokens of a strip before the next */
 };
 
 /* What a unit has: the outputs of 32 rows and the tokens of a strip. */
 struct strip {
-    float total[STRIP][2 * SIDE];   /* sums of groups that are over, scaled */
-    int32_t sum[STRIP][2 * SIDE];   /* of a group that goes on in the next chunk */
-    uint8_t line[CHUNK / 4][2][64]; /* weights of 4 bits, a byte each */
+    float total[STRIP][2 * SIDE]; /* sums of groups that are over, scaled */
+    int32_t sum[STRIP][2 * SIDE]; /* of a group that goes on in the next lines; or floats */
+    uint8_t line[LINES][2][64];   /* weights that were spread */
     int32_t tile[4][SIDE][SIDE];
 } __attribute__((aligned(64)));
 
@@ -55,9 +58,13 @@ struct shapes { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t 
 #define WEIGHT_0 6
 #define WEIGHT_1 7
 
-/* Columns of a tile of a weight, or 0 where its groups are no multiple of any. */
-static int span_of(const struct weight *w) {
-    return w->group % SPAN == 0 ? SPAN : w->group == SPAN / 2 ? SPAN / 2 : 0;
+/* Bytes of an input's column. */
+static int bytes_of(enum math math) { return math == INTEGER ? 1 : 2; }
+
+/* Bytes of a token in a tile, or 0 where groups are no multiple of any. */
+static int span_of(const struct weight *w, enum math math) {
+    const int64_t bytes = w->group * bytes_of(math);
+    return bytes % SPAN == 0 ? SPAN : bytes == SPAN / 2 ? SPAN / 2 : 0;
 }
 
 #ifndef QUANTFLOW_EMULATE_TILES
@@ -76,14 +83,20 @@ static int tiles_allowed(void) {
 }
 #endif
 
+/* Whether products of bfloat16 are summed as tiles do. */
+static int paired(const struct weight *w) {
+    return span_of(w, PAIRED) == SPAN && tiles_allowed();
+}
+
 /* Whether a weight's products with so many tokens are computed in tiles. Vectors are faster for
- * fewer; weights of 4 bits, which are spread first, need two tiles of tokens. */
-static int tiled(const struct weight *w, int64_t tokens) {
-    return w->input == INT8 && tokens >= (w->kind == W4 ? 2 * SIDE : SIDE) && span_of(w)
+ * fewer; int8 products of weights of 4 bits, which are spread first, need two tiles of tokens. */
+static int tiled(const struct weight *w, enum math math, int64_t tokens) {
+    if (math == PAIRED) return tokens >= FEW;
+    return math == INTEGER && tokens >= (w->kind == W4 ? 2 * SIDE : SIDE) && span_of(w, INTEGER)
         && tiles_allowed();
 }
 
-/* Shape the tiles for `tokens` tokens, at most two tiles of them, and weights of `span` columns. */
+/* Shape the tiles for `tokens` tokens, at most two tiles of them, and rows of `span` bytes. */
 static void shape(int tokens, int span) {
     struct shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -95,32 +108,59 @@ static void shape(int tokens, int span) {
     _tile_loadconfig(&shapes);
 }
 
-/* Quantize columns [begin, end) of a token to bytes, in their order, and zeros to `padded`. */
-static void arrange_bytes(const struct weight *w, const void *x, int bf16, int64_t begin,
-                          int64_t end, int64_t padded, float scale, uint8_t *out) {
-    const ints offset = splat_int(w->kind == W8 ? 128 : 0);
-    for (int64_t i = begin; i < padded; i += LANES)
-        store_bytes(out + i, plus(quantized(w, x, i, bf16, first(end - i), scale), offset));
+/* Quantize columns [begin, end) of a token, and zeros up to `padded`, to its rows of tiles. */
+static void arrange_tiles(const struct weight *w, const void *x, int bf16, int64_t begin,
+                          int64_t end, int64_t padded, float scale, const struct tokens *to,
+                          int64_t token) {
+    const int64_t span = span_of(w, to->math), wide = bytes_of(to->math);
+    const ints offset = splat_int(w->kind == W8 ? 128 : 0), order = load_ints(orders[w->kind][BFLOAT]);
+    uint8_t *out = (uint8_t *)(to->x + token / SIDE * SIDE * to->words) + token % SIDE * span;
+    for (int64_t i = begin; i < padded; i += LANES) {
+        const int64_t byte = i * wide, at = byte / span * span * SIDE + byte % span;
+        const some mask = first(end - i);
+        if (to->math == INTEGER)
+            store_bytes(out + at, plus(quantized(w, x, i, bf16, mask, scale), offset));
+        else
+            store(out + at, 0, 1, ALL,
+                  permuted(rounded(w, x, i, bf16, mask, scale, PAIRED), order));
+    }
 }
 
-/* Spread 4-bit columns [begin, end) of 32 rows to a byte each, less the zero points. */
-static void spread(const struct weight *w, int64_t block, int64_t begin, int64_t end,
-                   uint8_t (*line)[2][64]) {
-    const uint8_t *data = w->data + block / 2 * (w->group * w->groups / 8 * 128);
-    for (int64_t i = begin / 8; i < end / 8; i++, line += 2) {
-        const int64_t g = i * 8 / w->group;
+/* Spread columns [begin, end) of 32 rows to lines: 4-bit weights to a byte each, less the zero
+ * points; or any to bfloat16. */
+INLINE void spread(const struct weight *w, int64_t block, int64_t begin, int64_t end,
+                   uint8_t (*line)[2][64], const enum kind kind, const enum math math) {
+    const int per = columns_of(kind), words = per * bytes_of(math) / 4;
+    const uint8_t *data = w->data + block / 2 * (w->group * w->groups / per * 128);
+    for (int64_t i = begin / per; i < end / per; i++, line += words) {
+        const int64_t g = i * per / w->group;
         for (int r = 0; r < 2; r++)
             for (int at = 0; at < SIDE; at += LANES) {
                 const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
-                const ints zero = times_int(w->zero ? load_bytes(w->zero + row) : splat_int(8),
-                                            splat_int(0x01010101));
-                const ints both = load_ints(data + i * 128 + r * 64 + at * 4);
-                store_ints(&line[0][r][at * 4],
-                           minus_bytes(part_of(W4, INTEGER, both, 0, zero), zero));
-                store_ints(&line[1][r][at * 4],
-                           minus_bytes(part_of(W4, INTEGER, both, 1, zero), zero));
+                const ints zero = w->zero ? load_bytes(w->zero + row) : splat_int(8);
+                const ints four = times_int(zero, splat_int(0x01010101)), point = zeros_of(math, zero);
+                const ints many = load_ints(data + i * 128 + r * 64 + at * 4);
+                UNROLL for (int v = 0; v < words; v++) {
+                    const ints part = part_of(kind, math, many, v, point);
+                    store_ints(&line[v][r][at * 4], math == INTEGER ? minus_bytes(part, four) : part);
+                }
             }
     }
+}
+
+/* The lines of columns [begin, end): `line`, to which they are spread, or the weight's own. */
+static const uint8_t *lines_of(const struct job *job, int64_t block, int64_t begin, int64_t end,
+                               uint8_t (*line)[2][64]) {
+    const struct weight *w = job->w;
+    if (job->in.math == INTEGER) {
+        if (w->kind == W8)
+            return w->data + (block / 2 * (w->group * w->groups) + begin) / 4 * 128;
+        spread(w, block, begin, end, line, W4, INTEGER);
+    } else if (w->kind == W4) spread(w, block, begin, end, line, W4, BFLOAT);
+    else if (w->kind == W8) spread(w, block, begin, end, line, W8, BFLOAT);
+    else if (w->kind == F8) spread(w, block, begin, end, line, F8, BFLOAT);
+    else spread(w, block, begin, end, line, F4, BFLOAT);
+    return line[0][0];
 }
 
 /* Each sum of a tile product, by its place among the tokens and among the rows. */
@@ -130,25 +170,28 @@ static void spread(const struct weight *w, int64_t block, int64_t begin, int64_t
  * or, where `two`, of two. `line` holds these columns. */
 INLINE void add_columns(const struct job *job, int64_t block, int64_t token, int tokens, int64_t g,
                         int64_t begin, int64_t end, const uint8_t *line, struct strip *s,
-                        int64_t place, const int two, const enum kind kind, const int span) {
+                        int64_t place, const int two, const enum kind kind, const enum math math,
+                        const int span) {
     const struct weight *w = job->w;
-    const int64_t pitch = job->in.words * 4;
-    const uint8_t *x = (const uint8_t *)job->in.x + token * pitch;
+    const int64_t wide = bytes_of(math), next = job->in.words * 4 * SIDE;
+    const uint8_t *x = (const uint8_t *)(job->in.x + token * job->in.words) + begin * wide * SIDE;
     const int starts = begin == g * w->group, ends = end == (g + 1) * w->group;
 #define ZERO(T, R) _tile_zero(SUM_##T##R);
 #define TAKE(T, R) _tile_loadd(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
     if (starts) EACH_SUM(ZERO);
     else EACH_SUM(TAKE);
-    for (int64_t i = begin; i < end; i += span, line += span / 4 * 128) {
+    for (int64_t i = begin * wide; i < end * wide; i += span) {
         _tile_loadd(WEIGHT_0, line, 128);
-        _tile_loadd(INPUT_0, x + i, pitch);
+        _tile_loadd(INPUT_0, x, span);
         _tile_loadd(WEIGHT_1, line + 64, 128);
-        if (two) _tile_loadd(INPUT_1, x + SIDE * pitch + i, pitch);
+        if (two) _tile_loadd(INPUT_1, x + next, span);
         /* inputs of W8 are unsigned, 128 higher; the others and all weights are signed */
 #define MULTIPLY(T, R) \
-        if (kind == W8) _tile_dpbusd(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
+        if (math == PAIRED) _tile_dpbf16ps(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
+        else if (kind == W8) _tile_dpbusd(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
         else _tile_dpbssd(SUM_##T##R, INPUT_##T, WEIGHT_##R);
         EACH_SUM(MULTIPLY);
+        line += span / 4 * 128, x += span * SIDE;
     }
 #define KEEP(T, R) _tile_stored(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
 #define PUT(T, R) _tile_stored(SUM_##T##R, s->tile[T + 2 * R], SIDE * 4);
@@ -161,11 +204,12 @@ INLINE void add_columns(const struct job *job, int64_t block, int64_t token, int
         for (int at = 0; at < SIDE; at += LANES) {
             const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
             const floats scale = load(w->scale, row, !w->wide, ALL);
-            const ints offset = kind == W8 ? load_ints(w->offset + row) : splat_int(0);
+            const ints offset = math == INTEGER && kind == W8 ? load_ints(w->offset + row) : splat_int(0);
             for (int t = 0; t < tokens; t++) {
                 const int32_t *sum = &s->tile[t / SIDE + 2 * r][t % SIDE][at];
                 float *total = &s->total[place + t][r * SIDE + at];
-                floats whole = sum_of(INTEGER, plus(load_ints(sum), offset));
+                ints bits = load_ints(sum);
+                floats whole = sum_of(math, math == INTEGER ? plus(bits, offset) : bits);
                 if (w->input_grouped)
                     whole = times(whole, splat(job->in.scale[(token + t) * w->groups + g]));
                 store(total, 0, 0, ALL, times_plus(whole, scale, load(total, 0, 0, ALL)));
@@ -175,10 +219,11 @@ INLINE void add_columns(const struct job *job, int64_t block, int64_t token, int
 
 /* The columns from `begin` that are multiplied before the next ones: whole groups, or a part of one
  * that is longer than a chunk. */
-static int64_t end_of_chunk(const struct weight *w, int64_t begin) {
-    int64_t columns = w->group * w->groups, end;
-    if (w->group < CHUNK) end = begin + CHUNK / w->group * w->group;
-    else end = begin + (CHUNK < w->group - begin % w->group ? CHUNK : w->group - begin % w->group);
+static int64_t end_of_chunk(const struct weight *w, enum math math, int64_t begin) {
+    const int64_t columns = w->group * w->groups, chunk = LINES * 4 / bytes_of(math);
+    int64_t end, left = w->group - begin % w->group;
+    if (w->group < chunk) end = begin + chunk / w->group * w->group;
+    else end = begin + (chunk < left ? chunk : left);
     return end < columns ? end : columns;
 }
 
@@ -186,7 +231,7 @@ static int64_t end_of_chunk(const struct weight *w, int64_t begin) {
 static void multiply_tiles(const struct job *job, int64_t block) {
     const struct weight *w = job->w;
     const struct tokens *in = &job->in;
-    const int span = span_of(w);
+    const int span = span_of(w, in->math), wide = bytes_of(in->math);
     const int64_t columns = w->group * w->groups;
     struct strip s;
     int shaped = 0;
@@ -194,20 +239,22 @@ static void multiply_tiles(const struct job *job, int64_t block) {
         int64_t left = job->tokens - first_token, tokens = left < STRIP ? left : STRIP;
         memset(s.total, 0, sizeof s.total[0] * (size_t)tokens);
         for (int64_t begin = 0, end; begin < columns; begin = end) {
-            end = end_of_chunk(w, begin);
-            const uint8_t *lines = w->data + block / 2 * (columns / 4 * 128) + begin / 4 * 128;
-            if (w->kind == W4) spread(w, block, begin, end, s.line), lines = s.line[0][0];
+            end = end_of_chunk(w, in->math, begin);
+            const uint8_t *lines = lines_of(job, block, begin, end, s.line);
             for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
                 int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
                 if (many != shaped) shape(shaped = many, span);
                 for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
                     to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
-#define ADD(TWO, KIND, SPAN) \
-    add_columns(job, block, first_token + t, many, g, from, to, lines + (from - begin) / 4 * 128, \
-                &s, t, TWO, KIND, SPAN)
-#define ADD_OF(KIND, SPAN) (many > SIDE ? ADD(1, KIND, SPAN) : ADD(0, KIND, SPAN))
-                    if (w->kind == W8) span == SPAN ? ADD_OF(W8, 64) : ADD_OF(W8, 32);
-                    else span == SPAN ? ADD_OF(W4, 64) : ADD_OF(W4, 32);
+                    const uint8_t *line = lines + (from - begin) * wide / 4 * 128;
+#define ADD(TWO, KIND, MATH, SPAN) \
+    add_columns(job, block, first_token + t, many, g, from, to, line, &s, t, TWO, KIND, MATH, SPAN)
+#define ADD_OF(KIND, MATH, SPAN) \
+    (many > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
+                    if (in->math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
+                    else if (w->kind == W8) span == SPAN ? ADD_OF(W8, INTEGER, 64)
+                                                         : ADD_OF(W8, INTEGER, 32);
+                    else span == SPAN ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
                 }
             }
         }

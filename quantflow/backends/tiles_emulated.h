@@ -57,6 +57,30 @@ static void emulate_multiply(int sum, int a, int b, int is_unsigned) {
         }
 }
 
+/* sum [m, n] += a [m, 2 k] b [k, n, 2] of bfloat16: first the products of even columns and those of
+ * odd ones, each sum rounded, then both sums together. Subnormals, which are zeros there, are not
+ * looked for. */
+static void emulate_multiply_bf16(int sum, int a, int b) {
+    if (emulated[sum].rows != emulated[a].rows || emulated[sum].bytes != emulated[b].bytes
+        || emulated[a].bytes != 4 * emulated[b].rows)
+        abort();
+    for (int m = 0; m < emulated[a].rows; m++)
+        for (int n = 0; n < emulated[b].bytes / 4; n++) {
+            float half[2] = {0, 0}, total;
+            for (int k = 0; k < emulated[a].bytes / 2; k++) {
+                uint32_t x = 0, y = 0; /* bfloat16 is the upper half of a float */
+                memcpy((char *)&x + 2, &emulated[a].data[m][2 * k], 2);
+                memcpy((char *)&y + 2, &emulated[b].data[k / 2][4 * n + k % 2 * 2], 2);
+                float factor[2];
+                memcpy(factor, &x, 4), memcpy(factor + 1, &y, 4);
+                half[k % 2] = fmaf(factor[0], factor[1], half[k % 2]);
+            }
+            memcpy(&total, &emulated[sum].data[m][4 * n], 4);
+            total += half[0] + half[1];
+            memcpy(&emulated[sum].data[m][4 * n], &total, 4);
+        }
+}
+
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
@@ -64,6 +88,7 @@ static void emulate_multiply(int sum, int a, int b, int is_unsigned) {
 #undef _tile_stored
 #undef _tile_dpbusd
 #undef _tile_dpbssd
+#undef _tile_dpbf16ps
 #define _tile_loadconfig emulate_config
 #define _tile_release emulate_release
 #define _tile_zero emulate_zero
@@ -71,3 +96,4 @@ static void emulate_multiply(int sum, int a, int b, int is_unsigned) {
 #define _tile_stored emulate_store
 #define _tile_dpbusd(SUM, A, B) emulate_multiply(SUM, A, B, 1)
 #define _tile_dpbssd(SUM, A, B) emulate_multiply(SUM, A, B, 0)
+#define _tile_dpbf16ps emulate_multiply_bf16

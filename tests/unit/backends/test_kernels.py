@@ -49,6 +49,7 @@ def linear_of(
             scale=torch.ones(shape) if scale is None else scale,
             zero_point=zero_point,
             scheme=weights,
+            global_scale=torch.ones(1) if scheme == PRESETS["NVFP4A16"] else None,
         ),
         scheme=scheme,
         input_scale=None if input_scale is None else torch.tensor([input_scale]),
@@ -67,7 +68,10 @@ def random_linear(
 ) -> QuantizedLinear:
     scheme, generator = scheme or scheme_of(name), torch.Generator().manual_seed(0)
     weights = scheme.weights
-    if weights.kind == "float":
+    if weights.kind == "float" and weights.num_bits == 4:
+        packed = torch.randint(256, (shape[0], shape[1] // 2), generator=generator)
+        qvalue = unpack_e2m1(packed.to(torch.uint8))
+    elif weights.kind == "float":
         qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     else:
         qvalue = torch.randint(
@@ -520,7 +524,7 @@ def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
     assert run(linear, torch.full((1, 32768), 127.5)).unique().tolist() == [62423040.0]
 
 
-@pytest.mark.parametrize("tokens", [16, 17, 32, 45, 530])
+@pytest.mark.parametrize("tokens", [6, 16, 17, 32, 45, 530])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "group", "columns"),
@@ -533,11 +537,21 @@ def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
         ("W4A16_ASYM", 64, 128),
         ("W4A8", 128, 256),
         ("W8A16", None, 256),
+        ("W8A16", None, 1056),
+        ("W8A16", None, 1040),  # no multiple of a tile's columns of bfloat16
+        ("FP8_DYNAMIC", None, 96),
+        ("FP8_DYNAMIC", None, 1088),
+        ("W4A16 exact", 128, 1152),
+        ("W4A16_ASYM exact", 32, 96),
+        ("MXFP4A16", None, 576),
+        ("NVFP4A16 exact", None, 64),
     ],
 )
 def test_many_tokens_get_the_bits_that_each_gets_alone(name, group, columns, dtype, tokens):
+    name, _, exact = name.partition(" ")
     scheme = PRESETS[name] if group is None else with_group_size(PRESETS[name], group)
-    linear = random_linear(name, (150, columns), scheme=with_rounded_inputs(scheme))
+    scheme = scheme if exact else with_rounded_inputs(scheme)
+    linear = random_linear(name, (150, columns), scheme=scheme)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[3], x[5, 1] = 0, float("nan")
     prepared = kernels.prepare(linear, dtype)
@@ -546,3 +560,17 @@ def test_many_tokens_get_the_bits_that_each_gets_alone(name, group, columns, dty
     together = kernels.linear(x, prepared, bias)
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=0, equal_nan=True)
     assert not torch.isnan(together[:5]).any() and torch.isnan(together[5]).any()
+
+
+@pytest.mark.parametrize("name", ["W8A16", "W4A16", "FP8_DYNAMIC", "MXFP4A16"])
+def test_inputs_next_to_zero_give_many_tokens_the_bits_of_each_alone(name):
+    # tiles take subnormals for zeros: of inputs, of products and of sums
+    linear = random_linear(name, (32, 128))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-133, -60, (20, 128), generator=generator)
+    x = (torch.randn(20, 128, generator=generator) * 2.0**sizes).to(torch.bfloat16)
+    prepared = kernels.prepare(linear, torch.bfloat16)
+    alone = torch.cat([kernels.linear(x[t : t + 1], prepared, None) for t in range(20)])
+    together = kernels.linear(x, prepared, None)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    assert together.float().abs().max() > 0
