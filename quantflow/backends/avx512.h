@@ -150,6 +150,24 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
     }
 }
 
+/* bfloat16 of 0 to 7 times 2^-9, the subnormals of e4m3. */
+static const uint16_t subnormals[32] = {
+    0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
+};
+
+/* Of 16 rows of e4m3 the v-th bytes of both halves, columns v and v + 2, as pairs of bfloat16;
+ * without passing through float32 subnormals, which are slow. */
+INLINE __m512i pairs_of_e4m3(__m512i line, int v) {
+    __m512i code = v ? _mm512_srli_epi16(line, 8) : line, sign = v ? line
+        : _mm512_slli_epi16(line, 8);
+    __m512i size = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x07f0));
+    __mmask32 subnormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x80));
+    size = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
+    size = _mm512_mask_permutexvar_epi16(size, subnormal, code, _mm512_loadu_si512(subnormals));
+    /* size | (sign & 0x8000) */
+    return _mm512_ternarylogic_epi32(size, sign, _mm512_set1_epi16((short)0x8000), 0xf8);
+}
+
 /* Columns of 16 rows as floats: column v of a line of 8 bits; of a line of 4 bits the v-th
  * column in the order of `orders`, in which `arrange` puts the inputs. */
 INLINE __m512 floats_of(enum kind kind, __m512i line, int v, __m512 zero) {
@@ -162,13 +180,14 @@ INLINE __m512 floats_of(enum kind kind, __m512i line, int v, __m512 zero) {
                                             1.5f, 1, 0.5f, 0);
         return _mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * v), values);
     }
-    __m512i top = _mm512_slli_epi32(line, 24 - 8 * v);
-    if (kind == W8) return _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24));
-    top = _mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32((int)0x87f00000));
-    return _mm512_mul_ps(_mm512_castsi512_ps(top), _mm512_set1_ps(0x1p120f));
+    if (kind == W8)
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * v), 24));
+    __m512i both = pairs_of_e4m3(line, v % 2);
+    return _mm512_castsi512_ps(v < 2 ? _mm512_slli_epi32(both, 16)
+                                     : _mm512_and_si512(both, _mm512_set1_epi32(-1 << 16)));
 }
 
-/* bfloat16 of the integers 0 to 15 and -16 to -1; of 0 to 7 times 2^-9, the subnormals of e4m3. */
+/* bfloat16 of the integers 0 to 15 and -16 to -1. */
 static const uint16_t integers[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, /* 0 to 7 */
     0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, /* 8 to 15 */
@@ -182,12 +201,8 @@ static const uint16_t quarters[32] = {
     0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
 };
-static const uint16_t subnormals[32] = {
-    0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
-};
 
-/* The same columns as pairs of bfloat16; of e4m3 the v-th bytes of both halves, without passing
- * through float32 subnormals, which are slow. */
+/* The same columns as pairs of bfloat16; of 8 bits columns v and v + 2. */
 INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
     if (kind == W4) {
         __m512i q = _mm512_and_si512(_mm512_srli_epi16(line, 4 * v), _mm512_set1_epi16(15));
@@ -203,14 +218,7 @@ INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
         return _mm512_or_si512(_mm512_srli_epi32(low, 16),
                                _mm512_castps_si512(floats_of(kind, line, v + 2, none)));
     }
-    __m512i code = v ? _mm512_srli_epi16(line, 8) : line, sign = v ? line
-        : _mm512_slli_epi16(line, 8);
-    __m512i size = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x07f0));
-    __mmask32 subnormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x80));
-    size = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
-    size = _mm512_mask_permutexvar_epi16(size, subnormal, code, _mm512_loadu_si512(subnormals));
-    /* size | (sign & 0x8000) */
-    return _mm512_ternarylogic_epi32(size, sign, _mm512_set1_epi16((short)0x8000), 0xf8);
+    return pairs_of_e4m3(line, v);
 }
 
 /* acc + the v-th word of an input times that part of a line. */

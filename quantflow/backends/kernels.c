@@ -288,10 +288,12 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
 struct jobs { struct job *job; int64_t many; };
 
 /* 16-row blocks of a unit: few, so that no thread waits long for another's last one. */
-static int64_t blocks_of_unit(int64_t tokens) { return tokens == 1 ? 4 : 2; }
+static int64_t blocks_of_unit(const struct job *job) {
+    return job->in.tiled || job->tokens == 1 ? 4 : 2;
+}
 
 static int64_t units_of(const struct job *job) {
-    return (job->w->rows + 63) / 64 * 4 / blocks_of_unit(job->tokens);
+    return (job->w->rows + 63) / 64 * 4 / blocks_of_unit(job);
 }
 
 /* The job that a token or a unit belongs to, whose first ones are in FIELD. */
@@ -319,7 +321,7 @@ static void prepare_token(const void *context, int64_t token) {
 static void multiply_blocks(const void *context, int64_t unit) {
     const struct jobs *jobs = context;
     const struct job *job = JOB_OF(first_unit, unit);
-    int64_t piece = blocks_of_unit(job->tokens), block = (unit - job->first_unit) * piece;
+    int64_t piece = blocks_of_unit(job), block = (unit - job->first_unit) * piece;
 #if HAS_TILES
     if (job->in.tiled) {
         multiply_tiles(job, block);

@@ -32,11 +32,12 @@ enum {
     SIDE = 16,       /* tokens or rows of a tile */
     FEW = 4,         /* tokens of bfloat16 for which tiles are faster */
     SPAN = 64,       /* bytes of a token in a tile, at most */
-    STRIP = 512,     /* tokens whose sums are kept at once; a multiple of two tiles */
-    LINES = 256,     /* lines that are multiplied with all tokens of a strip before the next */
+    PAIRS = 2,       /* of 16-row blocks that take the same inputs from the first-level cache */
+    STRIP = 256,     /* tokens whose sums are kept at once; a multiple of two tiles */
+    LINES = 64,     /* lines that are multiplied with all tokens of a strip before the next */
 };
 
-/* What a unit has: the outputs of 32 rows and the tokens of a strip. */
+/* The sums of 32 rows and the tokens of a strip. */
 struct strip {
     float total[STRIP][2 * SIDE]; /* sums of groups that are over, scaled */
     int32_t sum[STRIP][2 * SIDE]; /* of a group that goes on in the next lines; or floats */
@@ -227,47 +228,64 @@ static int64_t end_of_chunk(const struct weight *w, enum math math, int64_t begi
     return end < columns ? end : columns;
 }
 
-/* The outputs of 32 rows, from 16-row block `block` on, and all tokens of a linear. */
-static void multiply_tiles(const struct job *job, int64_t block) {
+/* Add the products of columns [begin, end) of 32 rows and of up to 32 tokens from `token` on. */
+static void add_chunk(const struct job *job, int64_t block, int64_t token, int tokens,
+                      int64_t begin, int64_t end, const uint8_t *lines, struct strip *s,
+                      int64_t place) {
+    const struct weight *w = job->w;
+    const int wide = bytes_of(job->in.math), whole = span_of(w, job->in.math) == SPAN;
+    for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
+        to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
+        const uint8_t *line = lines + (from - begin) * wide / 4 * 128;
+#define ADD(TWO, KIND, MATH, SPAN) \
+    add_columns(job, block, token, tokens, g, from, to, line, s, place, TWO, KIND, MATH, SPAN)
+#define ADD_OF(KIND, MATH, SPAN) \
+    (tokens > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
+        if (job->in.math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
+        else if (w->kind == W8) whole ? ADD_OF(W8, INTEGER, 64) : ADD_OF(W8, INTEGER, 32);
+        else whole ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
+    }
+}
+
+/* Write the outputs of 32 rows and `tokens` tokens from `token` on. */
+static void put_outputs(const struct job *job, int64_t block, int64_t token, int64_t tokens,
+                        const struct strip *s) {
     const struct weight *w = job->w;
     const struct tokens *in = &job->in;
-    const int span = span_of(w, in->math), wide = bytes_of(in->math);
+    for (int64_t t = 0; t < tokens; t++) {
+        const floats scale = splat(w->input_grouped ? 1 : in->scale[token + t]);
+        for (int at = 0; at < 2 * SIDE; at += LANES) {
+            const int64_t row = block * SIDE + at;
+            some mask = first(w->rows - row);
+            floats offset = job->bias ? load(job->bias, row, in->bf16, mask) : splat(0);
+            store(job->y, (token + t) * w->rows + row, in->bf16, mask,
+                  times_plus(load(&s->total[t][at], 0, 0, ALL), scale, offset));
+        }
+    }
+}
+
+/* The outputs of 32 PAIRS rows, from 16-row block `block` on, and all tokens of a linear. */
+static void multiply_tiles(const struct job *job, int64_t block) {
+    const struct weight *w = job->w;
     const int64_t columns = w->group * w->groups;
-    struct strip s;
+    struct strip s[PAIRS];
     int shaped = 0;
-    for (int64_t first_token = 0; first_token < job->tokens; first_token += STRIP) {
-        int64_t left = job->tokens - first_token, tokens = left < STRIP ? left : STRIP;
-        memset(s.total, 0, sizeof s.total[0] * (size_t)tokens);
+    for (int64_t token = 0; token < job->tokens; token += STRIP) {
+        const int64_t left = job->tokens - token, tokens = left < STRIP ? left : STRIP;
+        for (int p = 0; p < PAIRS; p++) memset(s[p].total, 0, sizeof *s->total * (size_t)tokens);
         for (int64_t begin = 0, end; begin < columns; begin = end) {
-            end = end_of_chunk(w, in->math, begin);
-            const uint8_t *lines = lines_of(job, block, begin, end, s.line);
+            const uint8_t *lines[PAIRS];
+            end = end_of_chunk(w, job->in.math, begin);
+            for (int p = 0; p < PAIRS; p++)
+                lines[p] = lines_of(job, block + 2 * p, begin, end, s[p].line);
             for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
                 int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
-                if (many != shaped) shape(shaped = many, span);
-                for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
-                    to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
-                    const uint8_t *line = lines + (from - begin) * wide / 4 * 128;
-#define ADD(TWO, KIND, MATH, SPAN) \
-    add_columns(job, block, first_token + t, many, g, from, to, line, &s, t, TWO, KIND, MATH, SPAN)
-#define ADD_OF(KIND, MATH, SPAN) \
-    (many > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
-                    if (in->math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
-                    else if (w->kind == W8) span == SPAN ? ADD_OF(W8, INTEGER, 64)
-                                                         : ADD_OF(W8, INTEGER, 32);
-                    else span == SPAN ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
-                }
+                if (many != shaped) shape(shaped = many, span_of(w, job->in.math));
+                for (int p = 0; p < PAIRS; p++)
+                    add_chunk(job, block + 2 * p, token + t, many, begin, end, lines[p], s + p, t);
             }
         }
-        for (int64_t t = 0; t < tokens; t++) {
-            const floats scale = splat(w->input_grouped ? 1 : in->scale[first_token + t]);
-            for (int at = 0; at < 2 * SIDE; at += LANES) {
-                const int64_t row = block * SIDE + at;
-                some mask = first(w->rows - row);
-                floats offset = job->bias ? load(job->bias, row, in->bf16, mask) : splat(0);
-                store(job->y, (first_token + t) * w->rows + row, in->bf16, mask,
-                      times_plus(load(&s.total[t][at], 0, 0, ALL), scale, offset));
-            }
-        }
+        for (int p = 0; p < PAIRS; p++) put_outputs(job, block + 2 * p, token, tokens, s + p);
     }
     _tile_release();
 }
