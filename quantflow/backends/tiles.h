@@ -264,10 +264,16 @@ static void put_outputs(const struct job *job, int64_t block, int64_t token, int
     }
 }
 
+/* Fetch bytes [begin, end) from `from` on into the second-level cache. */
+INLINE void fetch(const uint8_t *from, int64_t begin, int64_t end) {
+    for (int64_t i = begin / 64 * 64; i < end; i += 64)
+        _mm_prefetch((const char *)from + i, _MM_HINT_T1);
+}
+
 /* The outputs of 32 PAIRS rows, from 16-row block `block` on, and all tokens of a linear. */
 static void multiply_tiles(const struct job *job, int64_t block) {
     const struct weight *w = job->w;
-    const int64_t columns = w->group * w->groups;
+    const int64_t columns = w->group * w->groups, line = 128 / columns_of(w->kind);
     struct strip s[PAIRS];
     int shaped = 0;
     for (int64_t token = 0; token < job->tokens; token += STRIP) {
@@ -281,8 +287,13 @@ static void multiply_tiles(const struct job *job, int64_t block) {
             for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
                 int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
                 if (many != shaped) shape(shaped = many, span_of(w, job->in.math));
-                for (int p = 0; p < PAIRS; p++)
+                for (int p = 0; p < PAIRS; p++) {
+                    /* the next chunk, in as many parts as there are tiles of tokens */
+                    const int64_t bytes = (end - begin) * line, next = end == columns ? PAIRS : 0;
+                    fetch(w->data + ((block / 2 + p + next) * columns + end % columns) * line,
+                          bytes * t / tokens, bytes * (t + many) / tokens);
                     add_chunk(job, block + 2 * p, token + t, many, begin, end, lines[p], s + p, t);
+                }
             }
         }
         for (int p = 0; p < PAIRS; p++) put_outputs(job, block + 2 * p, token, tokens, s + p);
