@@ -184,7 +184,7 @@ INLINE __m512 floats_of(enum kind kind, __m512i line, int v, __m512 zero) {
         return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * v), 24));
     __m512i both = pairs_of_e4m3(line, v % 2);
     return _mm512_castsi512_ps(v < 2 ? _mm512_slli_epi32(both, 16)
-                                     : _mm512_and_si512(both, _mm512_set1_epi32(-1 << 16)));
+                                     : _mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
 
 /* bfloat16 of the integers 0 to 15 and -16 to -1. */

@@ -42,7 +42,7 @@ struct strip {
     float total[STRIP][2 * SIDE]; /* sums of groups that are over, scaled */
     int32_t sum[STRIP][2 * SIDE]; /* of a group that goes on in the next lines; or floats */
     uint8_t line[LINES][2][64];   /* weights that were spread */
-    int32_t tile[4][SIDE][SIDE];
+    int32_t tile[2][4][SIDE][SIDE]; /* of a group that is over and of the next */
 } __attribute__((aligned(64)));
 
 /* Operand of LDTILECFG: the bytes and the rows of each tile. */
@@ -164,58 +164,83 @@ static const uint8_t *lines_of(const struct job *job, int64_t block, int64_t beg
     return line[0][0];
 }
 
-/* Each sum of a tile product, by its place among the tokens and among the rows. */
-#define EACH_SUM(DO) do { DO(0, 0) DO(0, 1) if (two) { DO(1, 0) DO(1, 1) } } while (0)
+/* A group's sums by 32 rows and up to 32 tokens, and where they go. */
+struct part {
+    const struct job *job;
+    struct strip *strip;
+    int64_t block, token, place; /* 16-row block; first token of the call and of the strip */
+    int tokens;
+};
 
-/* Add the products of group `g`'s columns [begin, end) and the tokens from `token` on, of one tile
- * or, where `two`, of two. `line` holds these columns. */
-INLINE void add_columns(const struct job *job, int64_t block, int64_t token, int tokens, int64_t g,
-                        int64_t begin, int64_t end, const uint8_t *line, struct strip *s,
-                        int64_t place, const int two, const enum kind kind, const enum math math,
-                        const int span) {
-    const struct weight *w = job->w;
-    const int64_t wide = bytes_of(math), next = job->in.words * 4 * SIDE;
-    const uint8_t *x = (const uint8_t *)(job->in.x + token * job->in.words) + begin * wide * SIDE;
-    const int starts = begin == g * w->group, ends = end == (g + 1) * w->group;
-#define ZERO(T, R) _tile_zero(SUM_##T##R);
-#define TAKE(T, R) _tile_loadd(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
-    if (starts) EACH_SUM(ZERO);
-    else EACH_SUM(TAKE);
-    for (int64_t i = begin * wide; i < end * wide; i += span) {
-        _tile_loadd(WEIGHT_0, line, 128);
-        _tile_loadd(INPUT_0, x, span);
-        _tile_loadd(WEIGHT_1, line + 64, 128);
-        if (two) _tile_loadd(INPUT_1, x + next, span);
-        /* inputs of W8 are unsigned, 128 higher; the others and all weights are signed */
-#define MULTIPLY(T, R) \
-        if (math == PAIRED) _tile_dpbf16ps(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
-        else if (kind == W8) _tile_dpbusd(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
-        else _tile_dpbssd(SUM_##T##R, INPUT_##T, WEIGHT_##R);
-        EACH_SUM(MULTIPLY);
-        line += span / 4 * 128, x += span * SIDE;
-    }
-#define KEEP(T, R) _tile_stored(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
-#define PUT(T, R) _tile_stored(SUM_##T##R, s->tile[T + 2 * R], SIDE * 4);
-    if (!ends) {
-        EACH_SUM(KEEP);
-        return;
-    }
-    EACH_SUM(PUT);
-    for (int r = 0; r < 2; r++)
-        for (int at = 0; at < SIDE; at += LANES) {
-            const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
-            const floats scale = load(w->scale, row, !w->wide, ALL);
-            const ints offset = math == INTEGER && kind == W8 ? load_ints(w->offset + row) : splat_int(0);
-            for (int t = 0; t < tokens; t++) {
-                const int32_t *sum = &s->tile[t / SIDE + 2 * r][t % SIDE][at];
-                float *total = &s->total[place + t][r * SIDE + at];
-                ints bits = load_ints(sum);
-                floats whole = sum_of(math, math == INTEGER ? plus(bits, offset) : bits);
-                if (w->input_grouped)
-                    whole = times(whole, splat(job->in.scale[(token + t) * w->groups + g]));
-                store(total, 0, 0, ALL, times_plus(whole, scale, load(total, 0, 0, ALL)));
+/* Add the sums of a group that is over, which stand in `tile`, to the totals. */
+INLINE void add_sums(const struct part *part, int64_t g, int32_t (*tile)[SIDE][SIDE],
+                     const enum kind kind, const enum math math) {
+    const struct weight *w = part->job->w;
+    const int64_t groups = w->groups;
+    const int grouped = w->input_grouped, offsets = math == INTEGER && kind == W8;
+    for (int at = 0; at < 2 * SIDE; at += LANES) {
+        const int64_t row = ((part->block + at / SIDE) * groups + g) * SIDE + at % SIDE;
+        const floats scale = load(w->scale, row, !w->wide, ALL);
+        const ints offset = offsets ? load_ints(w->offset + row) : splat_int(0);
+        const float *of_token = part->job->in.scale + part->token * groups + g;
+        float(*total)[2 * SIDE] = part->strip->total + part->place;
+        for (int half = 0; half * SIDE < part->tokens; half++) {
+            const int left = part->tokens - half * SIDE, tokens = left < SIDE ? left : SIDE;
+            int32_t(*sum)[SIDE] = tile[half + at / SIDE * 2];
+            for (int t = 0; t < tokens; t++, of_token += groups, total++) {
+                const ints bits = load_ints(&sum[t][at % SIDE]);
+                floats whole = sum_of(math, offsets ? plus(bits, offset) : bits);
+                if (grouped) whole = times(whole, splat(*of_token));
+                whole = times_plus(whole, scale, load(&total[0][at], 0, 0, ALL));
+                store(&total[0][at], 0, 0, ALL, whole);
             }
         }
+    }
+}
+
+/* Add the products of columns [begin, end), of which `lines` has the weights, in one tile of tokens
+ * or, where `two`, in two. A group's sums are added to the totals after the products of the next
+ * one were begun, so that vectors work while tiles do. */
+INLINE void add_columns(const struct part *part, int64_t begin, int64_t end, const uint8_t *line,
+                        const int two, const enum kind kind, const enum math math, const int span) {
+    const struct weight *w = part->job->w;
+    const struct tokens *in = &part->job->in;
+    struct strip *s = part->strip;
+    const int64_t wide = bytes_of(math), next = in->words * 4 * SIDE, place = part->place;
+    const uint8_t *x = (const uint8_t *)(in->x + part->token * in->words) + begin * wide * SIDE;
+    int64_t over = -1; /* group whose sums wait in a tile to be added */
+    for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
+        to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
+/* Each sum of a tile product, by its place among the tokens and among the rows. */
+#define EACH_SUM(DO) do { DO(0, 0) DO(0, 1) if (two) { DO(1, 0) DO(1, 1) } } while (0)
+#define ZERO(T, R) _tile_zero(SUM_##T##R);
+#define TAKE(T, R) _tile_loadd(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
+        if (from == g * w->group) EACH_SUM(ZERO);
+        else EACH_SUM(TAKE);
+        for (int64_t i = from * wide; i < to * wide; i += span) {
+            _tile_loadd(WEIGHT_0, line, 128);
+            _tile_loadd(INPUT_0, x, span);
+            _tile_loadd(WEIGHT_1, line + 64, 128);
+            if (two) _tile_loadd(INPUT_1, x + next, span);
+            /* inputs of W8 are unsigned, 128 higher; the others and all weights are signed */
+#define MULTIPLY(T, R) \
+            if (math == PAIRED) _tile_dpbf16ps(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
+            else if (kind == W8) _tile_dpbusd(SUM_##T##R, INPUT_##T, WEIGHT_##R); \
+            else _tile_dpbssd(SUM_##T##R, INPUT_##T, WEIGHT_##R);
+            EACH_SUM(MULTIPLY);
+            line += span / 4 * 128, x += span * SIDE;
+        }
+        if (over >= 0) add_sums(part, over, s->tile[over % 2], kind, math);
+        over = -1;
+#define KEEP(T, R) _tile_stored(SUM_##T##R, &s->sum[place + T * SIDE][R * SIDE], 2 * SIDE * 4);
+#define PUT(T, R) _tile_stored(SUM_##T##R, s->tile[g % 2][T + 2 * R], SIDE * 4);
+        if (to < (g + 1) * w->group) EACH_SUM(KEEP);
+        else {
+            EACH_SUM(PUT);
+            over = g;
+        }
+    }
+    if (over >= 0) add_sums(part, over, s->tile[over % 2], kind, math);
 }
 
 /* The columns from `begin` that are multiplied before the next ones: whole groups, or a part of one
@@ -228,38 +253,39 @@ static int64_t end_of_chunk(const struct weight *w, enum math math, int64_t begi
     return end < columns ? end : columns;
 }
 
-/* Add the products of columns [begin, end) of 32 rows and of up to 32 tokens from `token` on. */
-static void add_chunk(const struct job *job, int64_t block, int64_t token, int tokens,
-                      int64_t begin, int64_t end, const uint8_t *lines, struct strip *s,
-                      int64_t place) {
-    const struct weight *w = job->w;
-    const int wide = bytes_of(job->in.math), whole = span_of(w, job->in.math) == SPAN;
-    for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
-        to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
-        const uint8_t *line = lines + (from - begin) * wide / 4 * 128;
-#define ADD(TWO, KIND, MATH, SPAN) \
-    add_columns(job, block, token, tokens, g, from, to, line, s, place, TWO, KIND, MATH, SPAN)
+/* Add the products of columns [begin, end) of 32 rows and of up to 32 tokens. */
+static void add_chunk(const struct part *part, int64_t begin, int64_t end, const uint8_t *lines) {
+    const struct weight *w = part->job->w;
+    const enum math math = part->job->in.math;
+    const int whole = span_of(w, math) == SPAN;
+#define ADD(TWO, KIND, MATH, SPAN) add_columns(part, begin, end, lines, TWO, KIND, MATH, SPAN)
 #define ADD_OF(KIND, MATH, SPAN) \
-    (tokens > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
-        if (job->in.math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
-        else if (w->kind == W8) whole ? ADD_OF(W8, INTEGER, 64) : ADD_OF(W8, INTEGER, 32);
-        else whole ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
-    }
+    (part->tokens > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
+    if (math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
+    else if (w->kind == W8) whole ? ADD_OF(W8, INTEGER, 64) : ADD_OF(W8, INTEGER, 32);
+    else whole ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
 }
 
-/* Write the outputs of 32 rows and `tokens` tokens from `token` on. */
+/* Write the outputs of 32 PAIRS rows and `tokens` tokens from `token` on. */
 static void put_outputs(const struct job *job, int64_t block, int64_t token, int64_t tokens,
                         const struct strip *s) {
-    const struct weight *w = job->w;
-    const struct tokens *in = &job->in;
+    enum { PARTS = 2 * SIDE / LANES };
+    const float *scales = job->w->input_grouped ? NULL : job->in.scale + token;
+    const int64_t rows = job->w->rows;
+    const int bf16 = job->in.bf16;
+    void *const y = job->y;
+    floats offset[PAIRS * PARTS];
+    some mask[PAIRS * PARTS];
+    for (int i = 0; i < PAIRS * PARTS; i++) {
+        mask[i] = first(rows - block * SIDE - i * LANES);
+        offset[i] = job->bias ? load(job->bias, block * SIDE + i * LANES, bf16, mask[i]) : splat(0);
+    }
     for (int64_t t = 0; t < tokens; t++) {
-        const floats scale = splat(w->input_grouped ? 1 : in->scale[token + t]);
-        for (int at = 0; at < 2 * SIDE; at += LANES) {
-            const int64_t row = block * SIDE + at;
-            some mask = first(w->rows - row);
-            floats offset = job->bias ? load(job->bias, row, in->bf16, mask) : splat(0);
-            store(job->y, (token + t) * w->rows + row, in->bf16, mask,
-                  times_plus(load(&s->total[t][at], 0, 0, ALL), scale, offset));
+        const floats scale = splat(scales ? scales[t] : 1);
+        UNROLL for (int i = 0; i < PAIRS * PARTS; i++) {
+            const floats total = load(&s[i / PARTS].total[t][i % PARTS * LANES], 0, 0, ALL);
+            store(y, (token + t) * rows + block * SIDE + i * LANES, bf16, mask[i],
+                  times_plus(total, scale, offset[i]));
         }
     }
 }
@@ -292,11 +318,12 @@ static void multiply_tiles(const struct job *job, int64_t block) {
                     const int64_t bytes = (end - begin) * line, next = end == columns ? PAIRS : 0;
                     fetch(w->data + ((block / 2 + p + next) * columns + end % columns) * line,
                           bytes * t / tokens, bytes * (t + many) / tokens);
-                    add_chunk(job, block + 2 * p, token + t, many, begin, end, lines[p], s + p, t);
+                    const struct part part = {job, s + p, block + 2 * p, token + t, t, many};
+                    add_chunk(&part, begin, end, lines[p]);
                 }
             }
         }
-        for (int p = 0; p < PAIRS; p++) put_outputs(job, block + 2 * p, token, tokens, s + p);
+        put_outputs(job, block, token, tokens, s);
     }
     _tile_release();
 }
