@@ -99,7 +99,7 @@ LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")
 # llama.cpp runs: `Q4_0.gguf`.
 FILES = {
     f"{name}.gguf": ("gptq", "yaqa", "good", "best")
-    for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "Q8_0")
+    for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0")
 }
 ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
 

@@ -9,8 +9,8 @@ integer.
     real = scale * qvalue - minimum              qvalue from 0 to 2^b - 1
                                                  minimum = scale * zero_point, zero_point a float32
 
-The points of IQ4_NL lie unevenly, closer around zero, and zero is none of them. A qvalue there is
-the point itself, an int8; a block stores the point's number.
+The points of IQ4_NL and IQ4_XS lie unevenly, closer around zero, and zero is none of them. A qvalue
+there is the point itself, an int8; a block stores the point's number.
 
 Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which define the bytes of a
 block.
@@ -75,7 +75,7 @@ class BlockType:
         return 0, (1 << self.scale_bits) - 1
 
 
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
@@ -86,7 +86,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
             BlockType(name="Q5_0", num_bits=5, group_size=32, elements=32),
             BlockType(name="Q5_1", num_bits=5, group_size=32, elements=32, minima=True),
             BlockType(name="Q8_0", num_bits=8, group_size=32, elements=32),
-            BlockType(name="IQ4_NL", num_bits=8, group_size=32, elements=32, points=_IQ4_NL),
+            BlockType(name="IQ4_NL", num_bits=8, group_size=32, elements=32, points=_IQ4),
             BlockType(
                 name="Q2_K", num_bits=2, group_size=16, elements=256, minima=True, scale_bits=4
             ),
@@ -102,6 +102,15 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
             BlockType(
                 name="Q6_K", num_bits=6, group_size=16, elements=256, scale_bits=8, signed=True
             ),
+            BlockType(
+                name="IQ4_XS",
+                num_bits=8,
+                group_size=32,
+                elements=256,
+                scale_bits=6,
+                signed=True,
+                points=_IQ4,
+            ),
         )
     }
 )
@@ -109,5 +118,5 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
 # The type that llama.cpp's quantizer takes instead for rows that are no whole blocks of 256. For 2
 # and 3 bits it takes IQ4_NL, which is as large as Q4_0.
 SMALLER: Mapping[str, str] = MappingProxyType(
-    {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+    {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 )

@@ -1,14 +1,16 @@
 """Scales and minima of llama.cpp's block types, fitted to the weight.
 
 A group's scale, and its minimum where the type has them, are fitted by least squares to the
-integers that a multiple of its range gives. The best fit over all multiples is taken. A block
-cannot hold just any scales: they are d times small integers. So each scale is rounded to such an
-integer, and then each integer is moved by one, up or down, where that lowers the loss. The largest
-integer of a block stays, since d follows from it. The loss of a group is sum_j importance_j *
-(rounded_j - weight_j)^2. Source: the idea of `make_qkx3_quants` of github.com/ggml-org/ggml,
-`ggml-quants.c`.
+integers that a multiple of its range gives. The best fit over all multiples is taken. Uneven points
+reach farther on one side of zero than on the other, so there the largest magnitude is tried at
+either end. A block cannot hold just any scales: they are d times small integers. So each scale is
+rounded to such an integer, and then each integer is moved by one, up or down, where that lowers the
+loss. The largest integer of a block stays, since d follows from it. The loss of a group is
+sum_j importance_j * (rounded_j - weight_j)^2. Source: the idea of `make_qkx3_quants` of
+github.com/ggml-org/ggml, `ggml-quants.c`.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -94,14 +96,16 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
     whole = cut.matters.sum(dim=-1).expand_as(low)
     first = cut.summed(cut.values)
     square = cut.summed(cut.values, cut.values)
+    longest = torch.where(-low >= high, low, high)
+    ends = (scheme.qmin, scheme.qmax) if kind.points else (scheme.qmin,)
     free = kind.scale_bits is None  # a minimum that is a float16 may be negative
-    for multiple in _MULTIPLES:
+    for multiple, end in itertools.product(_MULTIPLES, ends):
         if kind.minima:
             floor = low if free else low.clamp_max(0)
             step = (high - floor) * (multiple / scheme.qmax)
             minimum = -floor * multiple
-        else:  # the largest magnitude is on the longer side
-            step = torch.where(-low >= high, -low, -high) * (multiple / -scheme.qmin)
+        else:
+            step = longest * (multiple / end)
             minimum = torch.zeros_like(low)
         points = cut.points(torch.where(step == 0, 1.0, step), minimum)
         mixed, of_points = cut.summed(points, cut.values), cut.summed(points, points)

@@ -32,6 +32,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from quantflow.algorithms import rtn_mse
+from quantflow.core.block_types import BLOCK_TYPES
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.scheme import preset
 from quantflow.exporting import gguf_export
 from quantflow.exporting.job import ExportJob
 from quantflow.formats.llama_cpp.tokenizer import PRE_TOKENIZERS
@@ -70,12 +74,22 @@ print(json.dumps({name: field.contents() for name, field in reader.fields.items(
 """
 
 # llama.cpp: the tokens of texts, and the logits of ids; keys and values kept in float32, one
-# thread.
+# thread. Weights stay as the file has them: this release crashes where it repacks blocks for AMX.
 RUN = """
 import json, sys
 import numpy as np
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_cpp
 
+defaults = llama_cpp.llama_model_default_params
+
+
+def as_in_the_file():
+    params = defaults()
+    params.use_extra_bufts = False
+    return params
+
+
+llama_cpp.llama_model_default_params = as_in_the_file
 llama = Llama(
     sys.argv[1],
     n_ctx=512,
@@ -441,6 +455,72 @@ def test_llama_cpps_quantizer_takes_the_file(call, tmp_path, ids):
     assert 1e-4 < apart < 0.1
 
 
+# ggml's own rounding of one matrix, without and with an importance of each column.
+ROUND = """
+import ctypes, importlib.util, sys
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+kind = GGMLQuantizationType[sys.argv[4]]
+elements, nbytes = GGML_QUANT_SIZES[kind]
+library = Path(importlib.util.find_spec("llama_cpp").origin).parent / "lib" / "libggml-base.so"
+floats = ctypes.POINTER(ctypes.c_float)
+round_ = ctypes.CDLL(str(library)).ggml_quantize_chunk
+round_.restype = ctypes.c_size_t
+round_.argtypes = [
+    ctypes.c_int, floats, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, floats
+]
+weight, importance = (np.ascontiguousarray(np.load(path)) for path in sys.argv[1:3])
+found = {}
+for name, weights in (("plain", None), ("weighed", importance.ctypes.data_as(floats))):
+    blocks = np.zeros((len(weight), weight.shape[1] // elements * nbytes), dtype=np.uint8)
+    size = round_(
+        int(kind), weight.ctypes.data_as(floats), blocks.ctypes.data, 0, *weight.shape, weights
+    )
+    assert size == blocks.nbytes
+    found[name] = dequantize(blocks, kind)
+np.savez(sys.argv[3], **found)
+"""
+
+
+@pytest.mark.parametrize("name", ["IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("shape", ["gaussian", "uniform", "heavy"])
+def test_our_rounding_to_nearest_loses_less_than_ggmls(call, tmp_path, name, shape):
+    generator = np.random.default_rng(5)
+    size = (64, 1024)
+    draw = {
+        "gaussian": lambda: generator.normal(size=size),
+        "uniform": lambda: generator.uniform(-1, 1, size=size),
+        "heavy": lambda: generator.standard_t(4, size=size),
+    }[shape]
+    weight = (draw() * 0.05).astype(np.float32)
+    importance = np.exp(generator.normal(size=size[1])).astype(np.float32)
+    np.save(tmp_path / "weight.npy", weight)
+    np.save(tmp_path / "importance.npy", importance)
+    call(ROUND, *(tmp_path / file for file in ("weight.npy", "importance.npy", "o.npz")), name)
+    theirs = np.load(tmp_path / "o.npz")
+    for case, matters in (("plain", np.ones_like(importance)), ("weighed", importance)):
+        ours = (
+            rtn_mse.quantize_group(
+                {"w": torch.from_numpy(weight)},
+                preset(name),
+                statistics={rtn_mse.IMPORTANCE: torch.from_numpy(matters)},
+                scale_dtype=DTYPES[BLOCK_TYPES[name].scale_dtype],
+            )["w"]
+            .weight.dequantize()
+            .numpy()
+        )
+        mine, of_ggml = (
+            float((np.square(found - weight) * matters).mean() / np.square(weight).mean())
+            for found in (ours, theirs[case])
+        )
+        print(f"{name}, {shape}, {case}: {mine:.3e}, ggml {of_ggml:.3e}")
+        assert mine < of_ggml
+
+
 TENSORS = """
 import json, sys
 from gguf import GGUFReader
@@ -462,7 +542,7 @@ print(json.dumps({t.name: t.tensor_type.name for t in GGUFReader(sys.argv[1]).te
     "type of every tensor and size as its own quantizer has them",
     environment="LLAMA_CPP_ENV",
 )
-@pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
+@pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
 def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, scheme):
     for line in (
         (

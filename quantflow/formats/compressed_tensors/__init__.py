@@ -34,7 +34,8 @@ write. A linear called NAME is stored as
 | a weight that a block type can hold | [O, G]              | the block type's                  |
 
 1. A block type is one of llama.cpp's. `scale_dtype` of a group of the configuration says the dtype
-   of its scales. IQ4_NL has the shape of Q8_0, so `block_type` in `observer_kwargs` names it.
+   of its scales. IQ4_NL has the shape of Q8_0, so `block_type` in `observer_kwargs` names it, and
+   IQ4_XS likewise.
 2. Scales in e4m3 are divided by the global scale beside them.
 3. Scales of symmetric integers may be negative (docs/backends.md, "Negative scales").
 4. `transform_config` names the linears whose inputs are mixed by a Hadamard matrix, and the block

@@ -16,18 +16,19 @@ at 0. d, m and dmin are float16.
 | Q4_K   | d, dmin, steps, nibbles of 64                               | 144   | 256      |
 | Q5_K   | d, dmin, steps, fifths in the order of thirds, nibbles of 64 | 176   | 256      |
 | Q6_K   | nibbles of 128, quarters of the high bits, steps, d         | 210   | 256      |
+| IQ4_XS | d, high bits of steps, nibbles of steps, nibbles            | 136   | 256      |
 | MXFP4  | exponent of the scale, nibbles of e2m1 codes                | 17    | 32       |
 
 | part                    | content                                                             |
 |-------------------------|---------------------------------------------------------------------|
 | m                       | the negative of the minimum                                         |
-| nibbles                 | e_i low, e_(i+16) high, 16 bytes; of IQ4_NL numbers of points from 0 |
+| nibbles                 | e_i low, e_(i+16) high, 16 bytes; of IQ4 numbers of points from 0 |
 | nibbles of 64 or of 128 | e_i and the element half as far on                                  |
 | quarters                | four elements of 2 bits that stand 32 apart in 128, the first lowest |
 | fifths                  | the fifth bit of e_i at bit i, 4 bytes                              |
 | thirds                  | bit k of byte i is of e_(32 k + i)                                  |
 | steps of Q2_K           | the scale's low, the minimum's high, 16 bytes                       |
-| steps of 6 bits         | `_steps_q3` and `_steps_and_minima`                                 |
+| steps of 6 bits         | `_steps_q3`, `_steps_and_minima` and `_steps_iq4`                   |
 
 The way back is `gguf`'s own dequantization (quantflow/formats/llama_cpp/blocks.py).
 
@@ -202,15 +203,36 @@ def _steps_and_minima(steps: Tensor, minima: Tensor) -> Tensor:
     )
 
 
+def _steps_iq4(steps: Tensor) -> list[Tensor]:
+    """8 signed integers of 6 bits in 6 bytes. [O, B, 8] -> [O, B, 2] and [O, B, 4] uint8.
+
+    Two bytes have the two high bits of each, the first lowest; four have the nibbles below.
+    """
+    unsigned = (steps + 32).to(torch.uint8)
+    pairs = (unsigned & 15).view(*steps.shape[:-1], 4, 2)
+    high = (unsigned >> 4).view(*steps.shape[:-1], 2, 4).unbind(-1)
+    return [
+        high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6,
+        pairs[..., 0] | pairs[..., 1] << 4,
+    ]
+
+
 def _q4(block: _Block) -> list[Tensor]:
     return [*_own(block), _halves(block.unsigned)]
 
 
+def _numbers(block: _Block) -> Tensor:
+    """The numbers of a block's points in nibbles, [O, B, elements / 2] uint8."""
+    return _halves(blocks.codes(block.weight.qvalue, block.kind).view_as(block.unsigned))
+
+
 def _iq4_nl(block: _Block) -> list[Tensor]:
-    return [
-        *_own(block),
-        _halves(blocks.codes(block.weight.qvalue, block.kind).view_as(block.unsigned)),
-    ]
+    return [*_own(block), _numbers(block)]
+
+
+def _iq4_xs(block: _Block) -> list[Tensor]:
+    d, steps = _steps(block)
+    return [d, *_steps_iq4(steps), _numbers(block)]
 
 
 def _q5(block: _Block) -> list[Tensor]:
@@ -264,6 +286,7 @@ _PARTS: Mapping[str, Callable[[_Block], list[Tensor]]] = MappingProxyType(
         "Q5_1": _q5,
         "Q8_0": _q8,
         "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,
         "Q4_K": _q4_k,

@@ -15,7 +15,7 @@ from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
 from quantflow.formats.llama_cpp.encoding import encode
 
-TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, OUTPUTS = 256, 24
 
 
@@ -93,6 +93,6 @@ def test_tuned_scales_are_such_as_blocks_hold(name):
 
 @pytest.mark.parametrize("method", [hqq, signround], ids=lambda method: method.NAME)
 def test_methods_that_take_scales_one_by_one_refuse_those_of_a_block(method):
-    for name in ("Q4_1", "IQ4_NL", "Q3_K", "Q4_K"):
+    for name in ("Q4_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q4_K"):
         assert method.SUPPORTS.scheme(preset(name)) is not None
     assert method.SUPPORTS.scheme(preset("Q4_0")) is None

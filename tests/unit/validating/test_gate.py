@@ -108,6 +108,7 @@ def test_auto_finds_one_gate_for_every_scheme_with_every_algorithm_that_goes_wit
         ("Q4_K_M", "gptq", "int4"),
         ("Q4_0", "rtn_mse", "int4_rtn"),
         ("IQ4_NL", "yaqa", "int4"),
+        ("IQ4_XS", "gptq", "int4"),
         ("Q3_K_M", "rtn", "int3_rtn"),
         ("Q2_K", "gptq", "int2"),
         ("Q5_K_M", "gptq", "int5"),

@@ -70,6 +70,19 @@ def test_a_block_of_iq4_nl_worked_by_hand():
     )
 
 
+def test_a_block_of_iq4_xs_worked_by_hand():
+    points = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+    qvalue = torch.tensor([[*points, *points[::-1]] * 8], dtype=torch.int8)
+    steps = torch.tensor([[-32.0, 31, 1, -1, 16, -17, 5, -6]])
+    weight = QTensor(qvalue=qvalue, scale=0.5 * steps, scheme=preset("IQ4_XS").weights)
+    # raised by 32 the steps are 0, 63, 33, 31, 48, 15, 37, 26: their highest two bits are 0 3 2 1
+    # and 3 0 2 1, the nibbles below 0 f 1 f 0 f 5 a
+    expected = bytes.fromhex("0038 6c63 f0f1f0a5") + bytes.fromhex(
+        "f0e1d2c3b4a5968778695a4b3c2d1e0f" * 8
+    )
+    assert bytes(encode("w", weight)[0].tolist()) == expected
+
+
 def test_values_between_points_of_iq4_nl_go_to_the_nearer_and_from_the_middle_up():
     values = torch.tensor(
         [[-999.0, -115.6, -115.5, -4.5, -4.6, 0.0, 6.9, 7.0, 100.9, 101.0, 999.0]]
@@ -184,7 +197,7 @@ def test_more_bits_lose_less():
         < loss["Q3_K"]
         < loss["Q2_K"]
     )
-    assert loss["IQ4_NL"] < 0.9 * loss["Q4_0"]
+    assert loss["IQ4_NL"] < loss["IQ4_XS"] < 0.9 * loss["Q4_0"]
 
 
 @pytest.mark.parametrize("name", TYPES)
