@@ -118,5 +118,12 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
 # The type that llama.cpp's quantizer takes instead for rows that are no whole blocks of 256. For 2
 # and 3 bits it takes IQ4_NL, which is as large as Q4_0.
 SMALLER: Mapping[str, str] = MappingProxyType(
-    {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+    {
+        "Q2_K": "Q4_0",
+        "Q3_K": "Q4_0",
+        "Q4_K": "Q5_0",
+        "Q5_K": "Q5_1",
+        "Q6_K": "Q8_0",
+        "IQ4_XS": "IQ4_NL",
+    }
 )
