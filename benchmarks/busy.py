@@ -167,7 +167,9 @@ def _run(given: argparse.Namespace) -> int:
 def _all(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
     """The programs, and ours on one thread, served and in ranks."""
     only = [*SCHEMES, *PEERS]
-    base = programs_of(argparse.Namespace(**{**vars(given), "only": only, "batches": [1]}), model, work)
+    base = programs_of(
+        argparse.Namespace(**{**vars(given), "only": only, "batches": [1]}), model, work
+    )
     found = [program for program in base if program.name in only]
     ours = next(program for program in found if program.name == SCHEMES[0])
     alone = copy.deepcopy(ours)
