@@ -87,7 +87,8 @@ struct tokens {
     int64_t words; /* words of a token, each of 4 int8, 2 int16, 2 bfloat16 or 1 float, in the order
                       of the weight's columns */
     uint32_t *x;   /* tile after tile [words, tokens of the tile] */
-    float *scale;  /* [tokens, input_grouped ? groups : 1] */
+    float *scale;  /* of each token, or of each of its groups */
+    int64_t token, part; /* numbers from one token's scale to the next one's, and from a group's */
     int32_t *sum;  /* [tokens, groups] sums of int8 inputs */
     enum math math;
     int tiled;     /* inputs are arranged for tiles.h: tile after tile, of 16 tokens */
@@ -141,7 +142,7 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
         int64_t end = begin + width < w->columns ? begin + width : w->columns;
         int unscaled = 0;
         float scale = w->input == ASIS ? 1 : scale_of(w, row, to->bf16, begin, end, &unscaled);
-        to->scale[token * parts + p] = unscaled ? NAN : scale;
+        to->scale[token * to->token + p * to->part] = unscaled ? NAN : scale;
 #if HAS_TILES
         if (to->tiled) {
             arrange_tiles(w, row, to->bf16, begin, end, begin + width, scale, to, token);
@@ -228,7 +229,7 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
         UNROLL for (int t = 0; t < T; t++) {
             floats whole = sum_of(math, sum[r][t]);
             if (w->input_grouped)
-                whole = times(whole, splat(in->scale[(token + t) * w->groups + g]));
+                whole = times(whole, splat(in->scale[(token + t) * in->token + g * in->part]));
             total[r * T + t] = times_plus(whole, scale, total[r * T + t]);
         }
     }
@@ -277,7 +278,7 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
         some mask = first(w->rows - row);
         floats offset = bias ? load(bias, row, in->bf16, mask) : splat(0);
         for (int t = 0; t < T; t++) {
-            floats scale = splat(w->input_grouped ? 1 : in->scale[token + t]);
+            floats scale = splat(w->input_grouped ? 1 : in->scale[(token + t) * in->token]);
             store(y, (token + t) * w->rows + row, in->bf16, mask,
                   times_plus(total[r * T + t], scale, offset));
         }
@@ -292,8 +293,12 @@ static int64_t blocks_of_unit(const struct job *job) {
     return job->in.tiled || job->tokens == 1 ? 4 : 2;
 }
 
-static int64_t units_of(const struct job *job) {
+static int64_t row_units_of(const struct job *job) {
     return (job->w->rows + 63) / 64 * 4 / blocks_of_unit(job);
+}
+
+static int64_t units_of(const struct job *job) {
+    return row_units_of(job) * (job->in.tiled ? (job->tokens + STRIP - 1) / STRIP : 1);
 }
 
 /* The job that a token or a unit belongs to, whose first ones are in FIELD. */
@@ -317,14 +322,15 @@ static void prepare_token(const void *context, int64_t token) {
     prepare(job->w, job->x, t, begin, tile_of(tokens - begin), &job->in);
 }
 
-/* A unit: the outputs of some blocks and all tokens of a linear. */
+/* A unit: the outputs of some blocks and all tokens of a linear, or in tiles those of a strip. */
 static void multiply_blocks(const void *context, int64_t unit) {
     const struct jobs *jobs = context;
     const struct job *job = JOB_OF(first_unit, unit);
     int64_t piece = blocks_of_unit(job), block = (unit - job->first_unit) * piece;
 #if HAS_TILES
-    if (job->in.tiled) {
-        multiply_tiles(job, block);
+    if (job->in.tiled) { /* rows are the inner ones: a strip's inputs stay in the second-level cache */
+        const int64_t strip = (unit - job->first_unit) / row_units_of(job);
+        multiply_tiles(job, block - strip * row_units_of(job) * piece, strip * STRIP);
         return;
     }
 #endif
@@ -362,6 +368,9 @@ static size_t arranged(struct job *job, int bf16) {
     job->in.tiled = tiled(w, job->in.math, job->tokens);
     if (job->in.tiled) job->in.words = columns * bytes_of(job->in.math) / 4;
 #endif
+    /* tiles want the scales of many tokens at a time, vectors those of few */
+    job->in.token = job->in.tiled || !w->input_grouped ? 1 : w->groups;
+    job->in.part = job->in.tiled ? job->tokens : 1;
     int64_t words = held(job) * job->in.words + job->tokens * w->groups * 2;
     return (size_t)(words * 4 + 127) / 64 * 64;
 }

@@ -21,6 +21,8 @@
 #define HAS_TILES 0
 #endif
 
+enum { STRIP = 256 }; /* tokens whose sums are kept at once; a multiple of two tiles */
+
 #if !HAS_TILES
 static int paired(const struct weight *w) { (void)w; return 0; }
 #else
@@ -33,7 +35,6 @@ enum {
     FEW = 4,         /* tokens of bfloat16 for which tiles are faster */
     SPAN = 64,       /* bytes of a token in a tile, at most */
     PAIRS = 2,       /* of 16-row blocks that take the same inputs from the first-level cache */
-    STRIP = 256,     /* tokens whose sums are kept at once; a multiple of two tiles */
     LINES = 64,     /* lines that are multiplied with all tokens of a strip before the next */
 };
 
@@ -176,18 +177,19 @@ struct part {
 INLINE void add_sums(const struct part *part, int64_t g, int32_t (*tile)[SIDE][SIDE],
                      const enum kind kind, const enum math math) {
     const struct weight *w = part->job->w;
+    const struct tokens *in = &part->job->in;
     const int64_t groups = w->groups;
     const int grouped = w->input_grouped, offsets = math == INTEGER && kind == W8;
     for (int at = 0; at < 2 * SIDE; at += LANES) {
         const int64_t row = ((part->block + at / SIDE) * groups + g) * SIDE + at % SIDE;
         const floats scale = load(w->scale, row, !w->wide, ALL);
         const ints offset = offsets ? load_ints(w->offset + row) : splat_int(0);
-        const float *of_token = part->job->in.scale + part->token * groups + g;
+        const float *of_token = in->scale + part->token + g * in->part;
         float(*total)[2 * SIDE] = part->strip->total + part->place;
         for (int half = 0; half * SIDE < part->tokens; half++) {
             const int left = part->tokens - half * SIDE, tokens = left < SIDE ? left : SIDE;
             int32_t(*sum)[SIDE] = tile[half + at / SIDE * 2];
-            for (int t = 0; t < tokens; t++, of_token += groups, total++) {
+            for (int t = 0; t < tokens; t++, of_token++, total++) {
                 const ints bits = load_ints(&sum[t][at % SIDE]);
                 floats whole = sum_of(math, offsets ? plus(bits, offset) : bits);
                 if (grouped) whole = times(whole, splat(*of_token));
@@ -296,35 +298,33 @@ INLINE void fetch(const uint8_t *from, int64_t begin, int64_t end) {
         _mm_prefetch((const char *)from + i, _MM_HINT_T1);
 }
 
-/* The outputs of 32 PAIRS rows, from 16-row block `block` on, and all tokens of a linear. */
-static void multiply_tiles(const struct job *job, int64_t block) {
+/* The outputs of 32 PAIRS rows, from 16-row block `block` on, and of a strip, from `token` on. */
+static void multiply_tiles(const struct job *job, int64_t block, int64_t token) {
     const struct weight *w = job->w;
     const int64_t columns = w->group * w->groups, line = 128 / columns_of(w->kind);
+    const int64_t left = job->tokens - token, tokens = left < STRIP ? left : STRIP;
     struct strip s[PAIRS];
     int shaped = 0;
-    for (int64_t token = 0; token < job->tokens; token += STRIP) {
-        const int64_t left = job->tokens - token, tokens = left < STRIP ? left : STRIP;
-        for (int p = 0; p < PAIRS; p++) memset(s[p].total, 0, sizeof *s->total * (size_t)tokens);
-        for (int64_t begin = 0, end; begin < columns; begin = end) {
-            const uint8_t *lines[PAIRS];
-            end = end_of_chunk(w, job->in.math, begin);
-            for (int p = 0; p < PAIRS; p++)
-                lines[p] = lines_of(job, block + 2 * p, begin, end, s[p].line);
-            for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
-                int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
-                if (many != shaped) shape(shaped = many, span_of(w, job->in.math));
-                for (int p = 0; p < PAIRS; p++) {
-                    /* the next chunk, in as many parts as there are tiles of tokens */
-                    const int64_t bytes = (end - begin) * line, next = end == columns ? PAIRS : 0;
-                    fetch(w->data + ((block / 2 + p + next) * columns + end % columns) * line,
-                          bytes * t / tokens, bytes * (t + many) / tokens);
-                    const struct part part = {job, s + p, block + 2 * p, token + t, t, many};
-                    add_chunk(&part, begin, end, lines[p]);
-                }
+    for (int p = 0; p < PAIRS; p++) memset(s[p].total, 0, sizeof *s->total * (size_t)tokens);
+    for (int64_t begin = 0, end; begin < columns; begin = end) {
+        const uint8_t *lines[PAIRS];
+        end = end_of_chunk(w, job->in.math, begin);
+        for (int p = 0; p < PAIRS; p++)
+            lines[p] = lines_of(job, block + 2 * p, begin, end, s[p].line);
+        for (int64_t t = 0; t < tokens; t += 2 * SIDE) {
+            int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
+            if (many != shaped) shape(shaped = many, span_of(w, job->in.math));
+            for (int p = 0; p < PAIRS; p++) {
+                /* the next chunk, in as many parts as there are tiles of tokens */
+                const int64_t bytes = (end - begin) * line, next = end == columns ? PAIRS : 0;
+                fetch(w->data + ((block / 2 + p + next) * columns + end % columns) * line,
+                      bytes * t / tokens, bytes * (t + many) / tokens);
+                const struct part part = {job, s + p, block + 2 * p, token + t, t, many};
+                add_chunk(&part, begin, end, lines[p]);
             }
         }
-        put_outputs(job, block, token, tokens, s);
     }
+    put_outputs(job, block, token, tokens, s);
     _tile_release();
 }
 #endif
