@@ -45,6 +45,7 @@ from quantflow.formats.gaudi.quant_config import QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
 from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
+from quantflow.measuring.merging.grouping import some
 from quantflow.measuring.record import Measurement, read_measurement
 from quantflow.models.open import ModelFiles, open_files
 from quantflow.models.reading import read_tensor
@@ -341,7 +342,7 @@ def _report(job: ExportJob, ranks: tuple[Triple, ...], goal: Target, progress: P
     if unknown and has_scales(_config(job), ranks=len(ranks)):
         progress.say(
             f"export {job.output.name}: scales of {len(unknown)} nodes are left to the toolkit, "
-            "which knows what they are: " + ", ".join(unknown)
+            f"which knows what they are: {some(unknown)}"
         )
     close = near_steps(nodes, _config(job).scale_method, target=goal)
     if close:

@@ -69,14 +69,18 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, constants: bool = False) -> Any:
     """Read a JSON file strictly; see `parse_json`.
+
+    Args:
+        path: the file.
+        constants: whether NaN and the infinities are numbers in it.
 
     Raises:
         InputError: the file cannot be read, is a git-LFS pointer, is over 128 MiB, or is not strict
             JSON; the message names the file.
     """
-    return parse_json(json_bytes(path), str(path))
+    return parse_json(json_bytes(path), str(path), constants=constants)
 
 
 def json_bytes(path: Path) -> bytes:
@@ -96,12 +100,13 @@ def json_bytes(path: Path) -> bytes:
     return data
 
 
-def parse_json(data: bytes, name: str) -> Any:
+def parse_json(data: bytes, name: str, *, constants: bool = False) -> Any:
     """Parse JSON, refusing what other parsers read differently.
 
     Args:
         data: UTF-8 without a byte order mark.
         name: name of the file, for the message.
+        constants: whether NaN and the infinities are numbers, as Python's own writer spells them.
 
     Raises:
         InputError: the text is not UTF-8, not JSON, has a duplicate key, NaN or an infinity (also
@@ -114,7 +119,7 @@ def parse_json(data: bytes, name: str) -> Any:
         value = json.loads(
             text,
             object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
+            parse_constant=float if constants else _refuse_constant,
             parse_float=_finite_float,
         )
         if _SURROGATE.search(text):

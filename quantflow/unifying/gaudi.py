@@ -19,7 +19,8 @@ from quantflow.errors import InputError
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import read_json, readable_json
 from quantflow.formats.gaudi.file_names import FileName, find_triples
-from quantflow.formats.gaudi.gaudi_nodes import are_vllms, is_row_parallel
+from quantflow.formats.gaudi.gaudi_nodes import are_vllms
+from quantflow.formats.gaudi.row_parallel import is_row_parallel
 from quantflow.formats.gaudi.triple import read_triple, write_triple
 from quantflow.measuring.merging.gaudi_files import Merged, expand_triple, unify_triples
 from quantflow.measuring.merging.one_statistic import BOUNDED

@@ -246,6 +246,26 @@ def test_files_of_two_world_sizes_or_two_runs_are_refused(tmp_path, said):
     assert (tmp_path / "u" / "other_hooks_maxabs.npz").exists()
 
 
+def test_one_file_says_which_of_two_sets_in_a_folder_is_meant(tmp_path, said, llama):
+    """vLLM's scripts write unified files beside the measured ones."""
+    source = cards(tmp_path / "g2", 4)
+    cards(tmp_path / "two", 2)
+    for path in (tmp_path / "two").iterdir():
+        path.rename(source / path.name)
+    refused = said(3, "unify", "-m", source, "-o", tmp_path / "u")
+    assert f"such as {source / 'measure_hooks_maxabs_0_2.json'}" in refused
+    four = source / "measure_hooks_maxabs_2_4.npz"
+    assert run("unify", "--ranks", "2", "-m", four, "-o", tmp_path / "u") == 0
+    assert maxima(tmp_path / "u") == [2, 4]
+    inc = ("--format", "inc", "--device", "gaudi2")
+    assert run("export", four, "-o", tmp_path / "a", *inc) == 0
+    assert maxima(tmp_path / "a" / "hqt_output") == [1, 2, 3, 4]
+    inc = ("--format", "inc", "--device", "gaudi3")
+    assert "folder g2 is of another device" in said(3, "export", four, "-o", tmp_path / "b", *inc)
+    line = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", four)
+    assert "holds 4 ranks, quantize reads one" in said(3, *line)
+
+
 def test_a_missing_copy_can_be_allowed_and_the_result_says_so(tmp_path, said):
     source = cards(tmp_path / "m", 4, skip=[2])
     line = (

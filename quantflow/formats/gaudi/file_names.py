@@ -10,6 +10,10 @@ P is the prefix, O the observer, S the scale method of a file of scales, R the r
 size; a single process has neither. A name is matched as a whole: card 1 of 16 is `_1_16` at its
 end, and never a part of `_11_16`.
 
+A set is what one run wrote: the files of one prefix, one observer and one world size. A folder may
+hold several, as vLLM's does whose unified files lie beside the measured ones; the path of any file
+of a set names the set.
+
 Source: neural_compressor.torch.algorithms.fp8_quant, and optimum-habana's unify_measurements.py.
 """
 
@@ -31,7 +35,7 @@ _NAME = re.compile(
 )
 _MEASURE = (
     "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of "
-    "its dump_stats_path"
+    "its dump_stats_path, or one file of the set"
 )
 
 
@@ -99,7 +103,8 @@ def find_triples(
     """Files of each rank, complete and in order; files of other names are left alone.
 
     Args:
-        path: folder with the files of one prefix, or folder/prefix in the form of dump_stats_path.
+        path: folder with one set of files, folder/prefix in the form of dump_stats_path, or one
+            file of the set.
         method: scale method in capitals for its files of scales; None for measurements.
         partial: whether ranks may be missing.
 
@@ -127,9 +132,10 @@ def find_triples(
     ):
         if len(values) > 1:
             listed = ", ".join(map(str, sorted(values, key=str)))
+            one = next(iter(names.values()))
             raise InputError(
                 f"{path}: files of {len(values)} {what} {listed}",
-                "give folder/prefix, or a folder of one run",
+                f"give one file of the set that is meant, such as {one.json or one.npz}",
             )
     (world,) = {1 if name.world is None else name.world for name in names}
     if world > MOST_RANKS:
@@ -175,16 +181,26 @@ def _named(path: Path) -> list[tuple[FileName, str, Path]]:
 
 
 def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
-    folder, prefix = (path, None) if path.is_dir() else (path.parent, path.name)
+    folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return []
     parsed = [(parse_name(entry.name), entry) for entry in sorted(folder.iterdir())]
     return [
         (*names, entry)
         for names, entry in parsed
-        if names is not None
-        and (names[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+        if names is not None and _is_meant(names[0], entry, path)
     ]
+
+
+def _is_meant(name: FileName, entry: Path, path: Path) -> bool:
+    """Whether a path names a file: as its folder, its prefix, or a file of its set."""
+    if path.is_dir():
+        return not _is_original(entry, path)
+    given = parse_name(path.name) if path.is_file() else None
+    if given is None:
+        return name.prefix == path.name
+    meant = given[0]
+    return (name.prefix, name.observer, name.world) == (meant.prefix, meant.observer, meant.world)
 
 
 def _files_by_name(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:

@@ -14,6 +14,7 @@ from quantflow.formats.gaudi import experts, gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, FileName
 from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, selected
 from quantflow.formats.gaudi.quant_config import QuantConfig
+from quantflow.formats.gaudi.row_parallel import ROW_PARALLEL
 from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, write_triple
 
@@ -91,7 +92,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, family
     fused = [
         replace(
             triple,
-            nodes=kept(gaudi_nodes.for_vllm(triple.nodes), but=gaudi_nodes.ROW_PARALLEL),
+            nodes=kept(gaudi_nodes.for_vllm(triple.nodes), but=ROW_PARALLEL),
         )
         for triple in ranks
     ]

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from quantflow.errors import StatisticsError
 from quantflow.formats.gaudi import experts
+from quantflow.formats.gaudi.row_parallel import ROW_PARALLEL
 from quantflow.formats.gaudi.triple import Node
 from quantflow.observers.amax import AMAX
 from quantflow.observers.channel_amax import CHANNEL_AMAX
@@ -45,16 +46,6 @@ _FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 _PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
-ROW_PARALLEL = (
-    "o_proj",
-    "down_proj",
-    "dense",
-    "dense_4h_to_h",
-    "out_proj",
-    "fc_out",
-    "fc2",
-    "w2",
-)  # their products are added up over cards
 _INSIDE_VLLM = ".attn.impl"
 _INSIDE_MLA = (".mla_attn.mla_attn.impl", ".mla_attn.impl")  # the second in older releases
 LATENT = "latent_cache_k"
@@ -200,12 +191,20 @@ def _maxima(name: str, site: str, value: Tensor) -> dict[str, Tensor]:
 def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
     """The nodes with the caches' maxima as the second inputs of attention's two products.
 
+    The output of fused attention, which prompts alone go through, has at least the maximum that the
+    linear behind it saw.
+
     Raises:
         StatisticsError: a product has fewer than two inputs.
     """
     completed = dict(nodes)
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
+        if leaf == FUSED_ATTENTION and node.outputs:
+            behind = _behind_attention(owner, nodes)
+            largest = (node.outputs[0], *(one.inputs[0] for one in behind))
+            output = torch.stack([value.max() for value in largest]).max().reshape(1, 1)
+            completed[name] = replace(node, outputs=(output, *node.outputs[1:]))
         kept = LATENT if owner.endswith(_INSIDE_MLA) else _CACHES.get(leaf)
         cache = nodes.get(f"{owner}.{kept}") if leaf in _CACHES else None
         if cache is None or not cache.inputs or _is_mla(owner, nodes):
@@ -216,6 +215,14 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
             )
         completed[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
     return completed
+
+
+def _behind_attention(owner: str, nodes: Mapping[str, Node]) -> list[Node]:
+    """The linear that reads what a fused attention writes, where it was measured."""
+    for inside in (*_INSIDE_MLA, _INSIDE_VLLM):
+        owner = owner.removesuffix(inside)
+    names = (f"{owner}.{leaf}" for leaf in (*ROW_PARALLEL, "c_proj"))
+    return [nodes[name] for name in names if name in nodes and len(nodes[name].inputs) == 1]
 
 
 def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> dict[str, Node]:
@@ -366,14 +373,6 @@ def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
     if kind == BLOCKS and (len(inputs), len(outputs)) == (2, 1):
         return (inputs[0], outputs[0])
     return None
-
-
-def is_row_parallel(node: str) -> bool:
-    """Whether a node is a linear that is cut along its inputs.
-
-    Each card has a summand of its output then.
-    """
-    return node.rpartition(".")[2] in ROW_PARALLEL
 
 
 def unmeasured(nodes: Collection[str]) -> tuple[str, ...]:

@@ -13,10 +13,12 @@ mod_list names every module that was looked at:
 2. In a file of scales (Mode "Scale") inputs and outputs are numbers. The weight is a number, or
    {"0": [O], "1": [I]} of output and input channels.
 3. `input` and `output` are accepted for `inputs` and `outputs`, and one array for a list of one.
+4. The second output of a row-parallel linear may be memory that nobody wrote (row_parallel.py): it
+   is 0 where it is not finite.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from quantflow.files import disk
 from quantflow.files.canonical import read_json, readable_json
 from quantflow.formats.gaudi.file_names import FileName, TripleFiles
 from quantflow.formats.gaudi.restricted_npz import npz_bytes, read_npz
+from quantflow.formats.gaudi.row_parallel import is_row_parallel, without_garbage
 
 MEASUREMENT, SCALES = "DynamicRange", "Scale"
 _ALIASES: Mapping[Any, str] = {"input": "inputs", "output": "outputs"}
@@ -94,9 +97,11 @@ def read_triple(files: TripleFiles) -> Triple:
             is named.
     """
     triples = []
-    for path, read in ((files.npz, read_npz), (files.json, read_json)):
-        if path is not None:
-            triples.append((path, _parse(read(path), path)))
+    if files.npz is not None:
+        triples.append((files.npz, _parse(read_npz(files.npz), files.npz)))
+    if files.json is not None:
+        # the toolkit writes NaN as Python does; the node that has it is named
+        triples.append((files.json, _parse(read_json(files.json, constants=True), files.json)))
     (path, triple), *others = triples
     for other_path, other in others:
         _refuse_disagreement(path, triple, other_path, other)
@@ -178,7 +183,10 @@ def _parse(value: Any, path: Path) -> Triple:
         )
     nodes = {}
     for name, content in value["Nodes"].items():
-        nodes[name] = _node(content, mode=mode, where=f"{path}: {name}")
+        node = _node(content, mode=mode, where=f"{path}: {name}")
+        if mode == MEASUREMENT and is_row_parallel(name):
+            node = replace(node, outputs=without_garbage(node.outputs))
+        nodes[name] = node
         _check_values(name, nodes[name], mode=mode, name=str(path))
     for key in ("LocalRank", "NumSamples"):
         if value.get(key) is not None and type(value[key]) is not int:

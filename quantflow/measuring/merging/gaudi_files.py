@@ -10,8 +10,12 @@ same maxima, all of them, hold copies, and any other ranks hold parts.
     inputs, weights     the maximum over the group, of copies and of parts
     outputs             the maximum too, but not of parts: there a row-parallel linear's output was
                         seen before the cards' products were added up, so it is bounded by the sum
-                        of their maxima: |a + b| <= |a| + |b|. Where the toolkit also saw the sum,
-                        and all parts become one rank, that maximum is taken instead
+                        of their maxima: |a + b| <= |a| + |b|
+    two outputs         of vLLM's row-parallel linears are the largest summand M of all cards,
+                        signs counted, and the sum S (row_parallel.py). All P parts in one rank have
+                        S. n of them in each have, signs counted, a largest summand of at most n M
+                        and at least the mean of all, S n / P: the larger magnitude bounds it. Where
+                        no sum was seen, the first is a summand as above, and stands for both
     per channel         refused between parts, whose channels the files do not tell; the maximum of
                         copies
     experts             put together and dealt to the ranks of the result, where each rank holds
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
 from quantflow.formats.gaudi.experts import is_operator
-from quantflow.formats.gaudi.gaudi_nodes import is_row_parallel
+from quantflow.formats.gaudi.row_parallel import is_row_parallel, is_sum
 from quantflow.formats.gaudi.triple import MEASUREMENT, Node, Triple
 from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
 from quantflow.measuring.merging.gaudi_experts import (
@@ -120,10 +124,13 @@ def unify_triples(
         _refuse_other_nodes((rank, triple), (first, triples[first]))
     holds = _parts(triples)
     _refuse_missing(triples, groups, world=world, holds=holds, allowed=allow_missing)
+    sums = _sums(triples, holds=holds)
     merged = []
     for index, group in enumerate(groups):
         members = {rank: triples[rank] for rank in sorted(group) if rank in triples}
-        triple, account = _merge(members, holds=holds, local_rank=-1 if len(groups) == 1 else index)
+        triple, account = _merge(
+            members, holds=holds, sums=sums, local_rank=-1 if len(groups) == 1 else index
+        )
         missing = tuple(sorted(set(group) - set(members)))
         parts = len({holds[rank] for rank in members})
         one = Merged(
@@ -165,7 +172,7 @@ def expand_triple(
     return [
         _with_experts(
             Merged(
-                triple=replace(rest, local_rank=card),
+                triple=replace(rest, nodes=_with_one_output(rest.nodes), local_rank=card),
                 ranks=(0,),
                 missing=(),
                 parts=1,
@@ -212,6 +219,29 @@ def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
         recognised = tuple(tuple(weight.flatten().tolist()) for weight in weights) or rank
         part_of_rank[rank] = seen.setdefault(recognised, len(seen))
     return part_of_rank
+
+
+def _sums(triples: Mapping[int, Triple], *, holds: Mapping[int, int]) -> frozenset[str]:
+    """Row-parallel linears whose second output is the sum over the ranks' parts."""
+    if len(set(holds.values())) == 1:
+        return frozenset()
+    first = next(iter(triples.values()))
+    return frozenset(
+        name
+        for name in first.nodes
+        if is_row_parallel(name)
+        and is_sum(triple.nodes[name].outputs for triple in triples.values())
+    )
+
+
+def _with_one_output(nodes: Mapping[str, Node]) -> dict[str, Node]:
+    """The nodes of one rank, in which a row-parallel linear added up nothing."""
+    return {
+        name: replace(node, outputs=(node.outputs[0], node.outputs[0]))
+        if is_row_parallel(name) and len(node.outputs) == 2
+        else node
+        for name, node in nodes.items()
+    }
 
 
 def _refuse_missing(
@@ -264,18 +294,26 @@ def _refuse_other_nodes(one: tuple[int, Triple], other: tuple[int, Triple]) -> N
 
 
 def _merge(
-    members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int
+    members: Mapping[int, Triple],
+    *,
+    holds: Mapping[int, int],
+    sums: frozenset[str],
+    local_rank: int,
 ) -> tuple[Triple, MergeAccount]:
     """Merge the ranks of one group."""
     first = next(iter(members.values()))
     account = MergeAccount()
     held = {rank: holds[rank] for rank in members}
-    whole = set(held.values()) == set(holds.values())
+    parts = len(set(holds.values()))
     nodes = {}
     for name in first.nodes:
         seen = {rank: triple.nodes[name] for rank, triple in members.items()}
         _refuse_other_shapes(name, seen, parts=len(set(held.values())))
-        nodes[name] = _merge_node(name, seen, held=held, whole=whole, account=account)
+        node = _merge_node(name, seen, account=account)
+        if is_row_parallel(name) or is_operator(node):
+            added = name in sums and not is_operator(node)
+            node = _added(name, node, seen, held=held, parts=parts, added=added, account=account)
+        nodes[name] = node
     samples = [triple.samples for triple in members.values() if triple.samples is not None]
     counted = sum(samples) if len(samples) == len(members) else None
     return Triple(
@@ -307,15 +345,8 @@ def _refuse_other_shapes(name: str, nodes: Mapping[int, Node], *, parts: int) ->
         )
 
 
-def _merge_node(
-    name: str,
-    nodes: Mapping[int, Node],
-    *,
-    held: Mapping[int, int],
-    whole: bool,
-    account: MergeAccount,
-) -> Node:
-    """The node of the merged rank, and note in `account` who decided it."""
+def _merge_node(name: str, nodes: Mapping[int, Node], *, account: MergeAccount) -> Node:
+    """The maxima of the merged rank, and note in `account` who decided them."""
     merged: dict[str, Tensor] = {}
     for key in next(iter(nodes.values())).tensors:
         seen = {rank: node.tensors[key] for rank, node in nodes.items()}
@@ -323,21 +354,49 @@ def _merge_node(
         merged[key] = torch.stack(list(seen.values())).amax(dim=0)
         account.maxima[f"{name}|{key}"] = contributor(largest)
         account.outliers.extend(outliers(f"{name}|{key}", largest) if len(largest) > 2 else [])
-    operator = is_operator(next(iter(nodes.values())))
-    summands = operator or is_row_parallel(name)
-    if summands and "output 0" in merged and len(set(held.values())) > 1:
-        if whole and "output 1" in merged and not operator:
-            merged["output 0"] = merged["output 1"]
-        else:
-            merged["output 0"] = _bound(
-                {rank: node.outputs[0] for rank, node in nodes.items()}, held
-            )
-            account.bounds.append(f"{name}|output 0")
     inputs, outputs = (
         tuple(value for key, value in merged.items() if key.startswith(part))
         for part in ("input", "output")
     )
     return Node(inputs=inputs, outputs=outputs, weight=merged.get("weight"))
+
+
+def _added(
+    name: str,
+    merged: Node,
+    nodes: Mapping[int, Node],
+    *,
+    held: Mapping[int, int],
+    parts: int,
+    added: bool,
+    account: MergeAccount,
+) -> Node:
+    """A node whose output the cards add up, with the outputs of its merged rank.
+
+    Args:
+        name: its name.
+        merged: its maxima.
+        nodes: rank of the group -> its node.
+        held: rank of the group -> the part that it holds.
+        parts: parts of the whole model.
+        added: whether the second output is the sum over all parts.
+        account: gets the bounds.
+    """
+    if not merged.outputs:
+        return merged
+    count = len(set(held.values()))
+    first, *others = merged.outputs
+    if count > 1 and added and count == parts:
+        first = others[0]
+    elif count > 1:
+        first = _bound({rank: node.outputs[0] for rank, node in nodes.items()}, held)
+        if added:
+            mean = bound_of_sum([others[0].item() * count / parts])
+            first = torch.maximum(first, mean)
+        account.bounds.append(f"{name}|output 0")
+    if len(others) == 1 and not added and is_row_parallel(name):
+        others = [first]
+    return replace(merged, outputs=(first, *others))
 
 
 def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:

@@ -136,7 +136,7 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     return Arrangement(tp=parts, dp=len(groups) // parts, groups=tuple(rows))
 
 
-def some(values: Iterable[int]) -> str:
+def some(values: Iterable[int] | Iterable[str]) -> str:
     """Up to eight values in ascending order, for a message."""
     listed = sorted(values)
     return (", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")) or "none"

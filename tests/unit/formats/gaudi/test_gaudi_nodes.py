@@ -169,7 +169,14 @@ def test_the_postprocessing_gives_products_what_the_caches_saw(inside):
         f"{A}{inside}.v_cache": Node(inputs=(cell(0.5),)),
         "model.layers.1.self_attn.matmul_qk": Node(inputs=(cell(1), cell(2))),
     }
+    # a vision model's language model, and the second half of a pipeline
+    later = f"language_model.model.layers.40.self_attn{inside}"
+    nodes |= {
+        f"{later}.matmul_av": Node(inputs=(cell(3), cell(4))),
+        f"{later}.v_cache": Node(inputs=(cell(6),)),
+    }
     found = values(postprocess(nodes))
+    assert found[f"{later}.matmul_av"] == {"input 0": [[3.0]], "input 1": [[6.0]]}
     assert found[f"{A}{inside}.matmul_qk"] == {"input 0": [[1.0]], "input 1": [[20.0]]}
     assert found[f"{A}{inside}.matmul_av"] == {"input 0": [[3.0]], "input 1": [[0.5]]}
     assert found["model.layers.1.self_attn.matmul_qk"]["input 1"] == [[2.0]]
@@ -177,6 +184,21 @@ def test_the_postprocessing_gives_products_what_the_caches_saw(inside):
     nodes[f"{A}{inside}.matmul_qk"] = Node(inputs=(cell(1),))
     with pytest.raises(StatisticsError, match="matmul_qk: 1 inputs"):
         postprocess(nodes)
+
+
+@pytest.mark.parametrize("inside", ["", ".attn.impl", ".mla_attn.impl", ".mla_attn.mla_attn.impl"])
+def test_the_output_of_fused_attention_has_the_maximum_that_the_next_linear_saw(inside):
+    """It runs for prompts alone; the scale of its output is made of output 0."""
+    fused = f"{A}{inside}.fused_scaled_dot_product_attention"
+    attention = Node(inputs=(cell(1), cell(2), cell(3)), outputs=(cell(4), cell(1)))
+    behind = Node(inputs=(cell(9),), weight=cell(1))
+    for leaf, expected in (("o_proj", 9), ("out_proj", 9), ("c_proj", 9), ("gate", 4)):
+        found = values(postprocess({fused: attention, f"{A}.{leaf}": behind}))[fused]
+        assert found["output 0"] == [[expected]] and found["output 1"] == [[1.0]]
+    smaller = Node(inputs=(cell(3),), weight=cell(1))
+    assert postprocess({fused: attention, f"{A}.o_proj": smaller})[fused].outputs[0] == 4
+    other = f"{A.replace('0', '1')}.o_proj"
+    assert postprocess({fused: attention, other: behind})[fused].outputs[0] == 4
 
 
 def test_the_scale_of_an_output_is_the_product_of_what_makes_it(statistics):

@@ -166,6 +166,46 @@ def test_incomplete_and_ambiguous_folders_are_refused(tmp_path, stems, said):
         find_triples(tmp_path)
 
 
+def test_a_file_of_a_set_names_the_set_among_several(tmp_path):
+    """vLLM's unified files lie beside the measured ones, of one prefix."""
+    for rank, world in ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3)):
+        content = {Q: {"inputs": [cell(10 * world + rank)]}}
+        store(tmp_path, f"m_hooks_maxabs_{rank}_{world}", table(content, rank=rank))
+        store(tmp_path, f"m_hooks_maxabs_MAXABS_HW_{rank}_{world}", table())
+    store(tmp_path, "other_hooks_maxabs_0_2", table())
+    with pytest.raises(InputError, match="2 prefixes m, other; give one file of the set") as told:
+        find_triples(tmp_path)
+    assert f"such as {tmp_path}/m_hooks_maxabs_0_2.json" in str(told.value)
+    for name, expected in (
+        ("m_hooks_maxabs_0_2.json", [20, 21]),
+        ("m_hooks_maxabs_2_3.npz", [30, 31, 32]),
+    ):
+        found = find_triples(tmp_path / name).values()
+        assert [read_triple(files).nodes[Q].inputs[0].item() for files in found] == expected
+        assert holds_triples(tmp_path / name)
+    assert not holds_triples(tmp_path / "m_hooks_maxabs_0_4.json")
+    (tmp_path / "m_hooks_maxabs_1_3.json").unlink()
+    (tmp_path / "m_hooks_maxabs_1_3.npz").unlink()
+    with pytest.raises(InputError, match="no file of rank 1 of 3"):
+        find_triples(tmp_path / "m_hooks_maxabs_0_3.json")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_memory_that_nobody_wrote_is_no_maximum_and_no_error(tmp_path, bad):
+    """vLLM's row-parallel linears have it as the second output where nothing is added up."""
+    down, up = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_up_proj"
+    content = {down: {"inputs": [cell(1)], "outputs": [cell(2), cell(bad)]}}
+    store(tmp_path / "a", "m_hooks_maxabs", table(content))
+    assert [float(value) for value in read(tmp_path / "a").nodes[down].outputs] == [2, 0]
+    content = {down: {"inputs": [cell(1)], "outputs": [cell(bad), cell(2)]}}
+    store(tmp_path / "b", "m_hooks_maxabs", table(content))
+    content = {up: {"inputs": [cell(1)], "outputs": [cell(2), cell(bad)]}}
+    store(tmp_path / "c", "m_hooks_maxabs", table(content))
+    for folder in ("b", "c"):
+        with pytest.raises(StatisticsError, match="output [01] holds"):
+            read(tmp_path / folder)
+
+
 def test_a_missing_measurement_is_told_with_the_step_that_makes_it(tmp_path):
     with pytest.raises(
         InputError,
@@ -247,9 +287,11 @@ def test_maxima_per_channel_are_read(tmp_path):
 def test_a_value_that_is_no_maximum_is_refused_with_its_node(tmp_path, bad):
     content = nodes()
     content[QK]["inputs"][1] = np.array([[bad]], dtype=np.float64)
-    store(tmp_path, "m_hooks_maxabs", table(content), as_json=False)
-    with pytest.raises(StatisticsError, match=r"matmul_qk: input 1 holds"):
-        read(tmp_path)
+    for npz in (True, False):
+        folder = tmp_path / str(npz)
+        store(folder, "m_hooks_maxabs", table(content), npz=npz, as_json=not npz)
+        with pytest.raises(StatisticsError, match=r"matmul_qk: input 1 holds"):
+            read(folder)
 
 
 @pytest.mark.parametrize(

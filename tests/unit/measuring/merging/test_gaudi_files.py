@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple
-from quantflow.measuring.merging.gaudi_files import unify_triples
+from quantflow.measuring.merging.gaudi_files import expand_triple, unify_triples
 
 Q, QK, EXPERT = "l.0.q_proj", "l.0.matmul_qk", "l.0.experts.3"
 
@@ -190,6 +190,56 @@ def test_where_the_sum_itself_was_seen_it_is_taken_for_all_parts_and_the_bound_f
     halves = unify_triples(ranks, [[0, 1], [2, 3]])
     assert [value.item() for value in halves[0].triple.nodes[DOWN].outputs] == [8, 5]
     assert halves[0].account.bounds == [f"{DOWN}|output 0"]
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_a_sum_of_negative_summands_is_bounded_by_the_share_of_a_card(groups):
+    """Summands -5, -5, 1 and 1: the largest with its sign is 1, the sum -8.
+
+    Pairs have -10 and 2, the larger 2, or -4 and -4, whose magnitude twice 1 does not bound.
+    """
+    ranks = {index: summand(index, 1, 8) for index in range(4)}
+    for found in unify_triples(ranks, groups):
+        assert [value.item() for value in found.triple.nodes[DOWN].outputs] == [4, 8]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(-9, 9), min_size=3, max_size=3), min_size=4, max_size=4))
+def test_the_bound_of_vllms_first_output_holds_whatever_the_cards_summands_were(summands):
+    """Summands of three elements, and what the toolkit writes of them on 4, 2 and 1 cards."""
+
+    def outputs(cards: list[list[int]]) -> tuple[int, int]:
+        columns = list(zip(*cards, strict=True))
+        return max(abs(max(column)) for column in columns), max(abs(sum(c)) for c in columns)
+
+    measured = outputs(summands)
+    ranks = {index: summand(index + 1, *measured) for index in range(4)}
+    for groups in ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):
+        cards = [
+            [sum(pair) for pair in zip(summands[a], summands[b], strict=True)] for a, b in groups
+        ]
+        for found in merge(ranks, groups):
+            first, second = (value.item() for value in found.nodes[DOWN].outputs)
+            if measured[1]:  # a sum of zeros looks like memory that nobody wrote
+                assert second == measured[1] == outputs(cards)[1]
+                assert first >= outputs(cards)[0]
+    (whole,) = merge(ranks, [[0, 1, 2, 3]])
+    if measured[1]:
+        assert [value.item() for value in whole.nodes[DOWN].outputs] == [measured[1]] * 2
+
+
+@pytest.mark.parametrize("garbage", [(0, 0), (7, 9), (4.6e-41, 4.6e-41), (3e38, 0)])
+def test_a_second_output_that_nobody_wrote_is_not_taken_for_the_sum(garbage):
+    """Shared experts add nothing up, and vLLM's second output is memory of any value then."""
+    node = "model.layers.1.mlp.shared_experts.down_proj"
+    ranks = {i: summand(i, 4 + i, value, node=node) for i, value in enumerate(garbage)}
+    found = unify_triples(ranks, [[0, 1]])[0]
+    assert [value.item() for value in found.triple.nodes[node].outputs] == [9, 9]
+    kept = unify_triples(ranks, [[0], [1]])
+    assert [one.triple.nodes[node].outputs[1].item() for one in kept] == [4, 5]
+    one, two = expand_triple(summand(1, 4, garbage[0], node=node), 2)
+    for each in (one, two):
+        assert [value.item() for value in each.triple.nodes[node].outputs] == [4, 4]
 
 
 @settings(max_examples=50)
