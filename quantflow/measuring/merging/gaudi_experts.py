@@ -103,7 +103,8 @@ def are_spread(triples: Mapping[int, Triple], *, told: bool | None) -> bool:
             f"unify: {len(triples)} ranks list {len(_linears(next(iter(triples.values())).nodes))} "
             "weights of experts each under the same names, and the files do not say whether a card "
             "holds some experts or a part of each",
-            "give --expert-parallel (vLLM's -u, --enable-expert-parallel) or --no-expert-parallel",
+            "tell `quantflow unify`: --expert-parallel (vLLM's -u, --enable-expert-parallel) or "
+            "--no-expert-parallel",
         )
     return bool(told) and len(weights) > 1
 
