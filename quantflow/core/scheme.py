@@ -459,11 +459,25 @@ LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {
 }
 # llama.cpp's mixture of types -> the type of most linears. A plan gives each linear its own
 # (formats/llama_cpp/mixtures.py).
-MIXTURES: dict[str, str] = {"Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+MIXTURES: dict[str, str] = {
+    "Q2_K_S": "Q2_K",
+    "Q3_K_M": "Q3_K",
+    "Q3_K_S": "Q3_K",
+    "Q3_K_L": "Q3_K",
+    "Q4_K_M": "Q4_K",
+    "Q4_K_S": "Q4_K",
+    "Q5_K_M": "Q5_K",
+    "Q5_K_S": "Q5_K",
+    "IQ4_NL": "IQ4_NL",
+    "IQ4_XS": "IQ4_XS",
+}
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
 
 
-SCHEME_NAMES: tuple[str, ...] = (*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS, *MIXTURES)
+# a mixture may be called as the type of most of its linears
+SCHEME_NAMES: tuple[str, ...] = tuple(
+    dict.fromkeys((*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS, *MIXTURES))
+)
 
 
 def preset(name: str) -> LinearScheme:

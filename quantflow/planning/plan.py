@@ -18,7 +18,7 @@ from quantflow.core.scheme import (
 )
 from quantflow.errors import InputError, SchemeError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
-from quantflow.formats.llama_cpp.mixtures import type_of
+from quantflow.formats.llama_cpp.mixtures import Position, type_of
 from quantflow.models.graph import Graph
 from quantflow.models.matching import matching
 from quantflow.observers import observers_for
@@ -363,7 +363,7 @@ def _schemes(
         for name in matching(override.match, list(graph.linears), f"{entry.name}: overrides"):
             schemes[name] = None if name in ignored else override_of(entry, override)
             adapts = adapts - {name} if override.group_size is not None else adapts | {name}
-    schemes |= _of_mixtures(schemes, graph)
+    schemes |= _of_mixtures(schemes, graph, weighed=_weighed(entry))
     for name in adapts:
         scheme = schemes[name]
         features = _features(shapes, name)
@@ -392,20 +392,31 @@ def _schemes(
 
 
 def _of_mixtures(
-    schemes: Mapping[str, LinearScheme | None], graph: Graph
+    schemes: Mapping[str, LinearScheme | None], graph: Graph, *, weighed: bool
 ) -> dict[str, LinearScheme | None]:
     """Schemes of the linears that were given a mixture of types, by their role in a layer."""
     by_linear: dict[str, LinearScheme | None] = {}
+    experts = max(layer.experts for layer in graph.layers)
     for number, layer in enumerate(graph.layers):
+        position = Position(
+            layer=number,
+            layers=len(graph.layers),
+            repeats=layer.repeats,
+            experts=experts,
+            weighed=weighed,
+        )
         for name in layer.linears:
             scheme = schemes.get(name)
             if scheme is not None and scheme.name in MIXTURES:
-                module, family = name.removeprefix(f"{layer.prefix}."), graph.family.model_type
-                kind = type_of(
-                    scheme.name, module, family=family, layer=number, layers=len(graph.layers)
-                )
+                family = graph.family.model_type
+                kind = type_of(scheme.name, layer.inside(name), family=family, position=position)
                 by_linear[name] = preset(kind)
     return by_linear
+
+
+def _weighed(entry: Quantize) -> bool:
+    """Whether rounding knows how much each input matters."""
+    return entry.imatrix is not None or bool(ALGORITHMS[algorithm_of(entry)].NEEDS)
 
 
 def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:

@@ -26,6 +26,7 @@ from tokenizers import (
     trainers,
 )
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     Mxfp4Config,
@@ -35,15 +36,18 @@ from transformers import (
 from quantflow.algorithms import rtn_mse
 from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.dtypes import DTYPES
+from quantflow.core.scheme import MIXTURES as MIXTURE_NAMES
 from quantflow.core.scheme import preset
 from quantflow.exporting import gguf_export
 from quantflow.exporting.job import ExportJob
+from quantflow.formats.llama_cpp.mixtures import Position, type_of
 from quantflow.formats.llama_cpp.tokenizer import PRE_TOKENIZERS
 from quantflow.planning.recipe import Export
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.conftest import write_tokenizer
 from tests.gguf_mixtures import MIXTURES, publish_mxfp4, write_mixture
 
 pytestmark = pytest.mark.slow
@@ -611,6 +615,113 @@ def test_a_mixture_in_q4_k_m_has_the_types_of_llama_cpps_quantizer(call, read, t
     apart = [divergence(plain, run(call, file, ids)[0]) for file in (ours, theirs)]
     print(f"Q4_K_M of a mixture: {apart[0]:.3g} nats, its own {apart[1]:.3g}")
     assert apart[0] < apart[1]
+
+
+# llama.cpp's quantizer for every kind of file: the type of each matrix, with and without an
+# importance of each column.
+TYPES_OF_FILES = """
+import ctypes, json, sys
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+from gguf import GGUFReader
+
+source, output = sys.argv[1], sys.argv[2]
+matrices = [t for t in GGUFReader(source).tensors if len(t.shape) > 1]
+columns = [np.ones(t.shape[0] * (t.shape[2] if len(t.shape) > 2 else 1), "f4") for t in matrices]
+entries = (llama_cpp.llama_model_imatrix_data * (len(matrices) + 1))()
+for entry, tensor, ones in zip(entries, matrices, columns):
+    entry.name, entry.size = tensor.name.encode(), ones.size
+    entry.data = ones.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+found = {}
+for name in json.loads(sys.argv[3]):
+    for weighed in (True, False):
+        if name == "Q2_K_S" and not weighed:
+            continue  # refused without a matrix
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), 1
+        params.imatrix = ctypes.cast(entries, type(params.imatrix)) if weighed else None
+        code = llama_cpp.llama_model_quantize(
+            source.encode(), output.encode(), ctypes.byref(params)
+        )
+        assert code == 0
+        types = {t.name: t.tensor_type.name for t in GGUFReader(output).tensors}
+        found[f"{name} {weighed}"] = types
+print(json.dumps(found))
+"""
+_LLAMA_MODULES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+_DENSE_MODULES = {
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_EXPERT_MODULES = {
+    "block_sparse_moe.experts.0.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.0.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.0.w2": "ffn_down_exps",
+}
+_NEOX_MODULES = {
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "kv_heads", "modules"),
+    [
+        ("llama", 17, 2, _LLAMA_MODULES | _DENSE_MODULES),
+        ("llama", 80, 1, _LLAMA_MODULES | _DENSE_MODULES),
+        ("qwen3", 16, 1, _LLAMA_MODULES | _DENSE_MODULES),
+        ("gpt_neox", 16, 4, _NEOX_MODULES),
+        ("mixtral", 16, 2, _LLAMA_MODULES | _EXPERT_MODULES),
+    ],
+)
+def test_the_types_of_a_mixture_are_those_of_llama_cpps_quantizer(
+    call, tmp_path, family, layers, kv_heads, modules
+):
+    experts = 8 if family == "mixtral" else 0
+    config = CONFIG_MAPPING[family](
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        num_local_experts=experts,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    source = export(tmp_path / "m", tmp_path / "o", "bf16")
+    theirs = json.loads(
+        call(TYPES_OF_FILES, source, tmp_path / "theirs.gguf", json.dumps([*MIXTURE_NAMES]))
+    )
+    assert len(theirs) == 2 * len(MIXTURE_NAMES) - 1
+    for case, types in theirs.items():
+        mixture, weighed = case.split()
+        for layer in range(layers):
+            position = Position(
+                layer=layer,
+                layers=layers,
+                repeats=4 // kv_heads,
+                experts=experts,
+                weighed=weighed == "True",
+            )
+            for module, name in modules.items():
+                ours = type_of(mixture, module, family=family, position=position)
+                assert ours == types[f"blk.{layer}.{name}.weight"], (case, layer, name)
 
 
 IMPORTANCE = """

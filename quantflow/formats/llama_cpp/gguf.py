@@ -59,8 +59,9 @@ TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}
 # type of most matrices of a file -> general.file_type
 FILE_TYPES = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
-    "Q2_K": 10, "Q3_K": 11, "Q3_K_M": 12, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17,
-    "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38,
+    "Q2_K": 10, "Q2_K_S": 21, "Q3_K": 11, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K": 14,
+    "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18,
+    "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38,
 }  # fmt: skip
 # general.quantization_version of the blocks that are written here
 QUANTIZATION_VERSION = 2

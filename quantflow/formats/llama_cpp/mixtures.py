@@ -2,28 +2,74 @@
 
 Values, down projections and attention's output count more than their share of the bytes, so some
 layers have them in a larger type. "Some" in the table are the first and the last eighth of the
-layers, and every third between.
+layers, and every third between. A fused attn_qkv has the type of values.
 
-| | most linears | attn_v | ffn_down | attn_output | attn_qkv |
-|---|---|---|---|---|---|
-| Q3_K_M | Q3_K | Q4_K, first Q5_K | Q4_K, first Q5_K | Q4_K | Q4_K |
-| Q4_K_M | Q4_K | Q6_K in some | Q6_K in some | Q4_K | Q5_K |
-| Q5_K_M | Q5_K | Q6_K in some | Q6_K in some | Q5_K | Q6_K |
+| | most linears | attn_v | ffn_down | attn_output |
+|---|---|---|---|---|
+| Q2_K_S | Q2_K | Q4_K where queries share | Q4_K in the first eighth | |
+| Q3_K_S | Q3_K | | | |
+| Q3_K_M | Q3_K | Q4_K, in the first two layers Q5_K | Q4_K, in the first sixteenth Q5_K | Q4_K |
+| Q3_K_L | Q3_K | Q5_K | Q5_K | Q5_K |
+| Q4_K_S | Q4_K | Q5_K in the first four layers | Q5_K in the first eighth | |
+| Q4_K_M | Q4_K | Q6_K in some | Q6_K in some | |
+| Q5_K_S | Q5_K | | | |
+| Q5_K_M | Q5_K | Q6_K in some | Q6_K in some | |
+| IQ4_NL, IQ4_XS | of that name | Q5_K where queries share | Q5_K in the first eighth, unweighed | |
 
-"First" are two layers for attn_v, and a sixteenth of the layers for ffn_down.
+Queries share where four or more have a kv head together. "Unweighed" is rounding that does not know
+how much each input matters, which llama.cpp calls to be without an importance matrix.
 
-Down projections of experts and of shared experts are ffn_down too. llama.cpp gives three of its
-models further types (values of the Llama of 70 B, Falcon's down projections, attention beside 8
-experts); those are not made here. Source: github.com/ggml-org/llama.cpp,
-`src/llama-quant.cpp`, the types of a tensor by its category.
+Down projections of experts and of shared experts are ffn_down too. Two kinds of models have more:
+a Llama or Qwen2 of 80 layers with shared kv heads has values of Q3_K or Q4_K in Q5_K, and beside 8
+experts values and keys are Q8_0, and attention's output is Q5_K in most mixtures. Source:
+github.com/ggml-org/llama.cpp, `src/llama-quant.cpp`, the types of a tensor by its category.
 """
+
+from dataclasses import dataclass
 
 from quantflow.core.scheme import MIXTURES
 from quantflow.formats.llama_cpp.mixture_designs import MIXTURE_DESIGNS
 from quantflow.formats.llama_cpp.tensors import ARCHITECTURES
 
+_VALUES = ("attn_v", "attn_qkv")
+_SHARING = 4  # queries of a kv head from which on its values count more
+_LARGE = 80  # layers of the models of 70 B
+# mixtures that leave attention's output as it is beside 8 experts
+_PLAIN_OUTPUT = ("Q2_K_S", "Q3_K_L", "Q5_K_S", "Q5_K_M")
 
-def type_of(mixture: str, module: str, *, family: str, layer: int, layers: int) -> str:
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A layer among those of its model, and what a type depends on beside it.
+
+    Attributes:
+        layer: number of the layer.
+        layers: number of layers.
+        repeats: query heads that share a kv head.
+        experts: experts of a layer; 0 in a dense model.
+        weighed: rounding knows how much each input matters.
+    """
+
+    layer: int
+    layers: int
+    repeats: int = 1
+    experts: int = 0
+    weighed: bool = True
+
+    def in_first(self, part: int) -> bool:
+        """Whether the layer is in the first of so many parts."""
+        return self.layer < self.layers // part
+
+    @property
+    def some(self) -> bool:
+        """Whether the layer is in the first or last eighth, or a third one between."""
+        eighth = self.layers // 8
+        return (
+            self.in_first(8) or self.layer >= 7 * self.layers // 8 or (self.layer - eighth) % 3 == 2
+        )
+
+
+def type_of(mixture: str, module: str, *, family: str, position: Position) -> str:
     """The type of a linear.
 
     Args:
@@ -31,19 +77,64 @@ def type_of(mixture: str, module: str, *, family: str, layer: int, layers: int) 
         module: name of the linear inside a layer, as the checkpoint has it.
         family: transformers' model_type; in a family without names of llama.cpp's, every linear has
             the type of most.
-        layer: number of the layer.
-        layers: number of layers.
+        position: the linear's layer.
     """
-    usual = MIXTURES[mixture]
     part = _part(module, family)
-    if usual == "Q3_K":
-        if layer < {"attn_v": 2, "ffn_down": layers // 16}.get(part, 0):
+    if position.experts == 8:
+        if part in (*_VALUES, "attn_k"):
+            return "Q8_0"
+        if part == "attn_output":
+            return MIXTURES[mixture] if mixture in _PLAIN_OUTPUT else "Q5_K"
+    if part in _VALUES:
+        kind = _of_values(mixture, position)
+        return "Q5_K" if kind in ("Q3_K", "Q4_K") and _is_large(family, position) else kind
+    if part == "ffn_down":
+        return _of_down(mixture, position)
+    larger = {"Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"} if part == "attn_output" else {}
+    return larger.get(mixture, MIXTURES[mixture])
+
+
+def _of_values(mixture: str, position: Position) -> str:
+    """The type of the linear of values."""
+    match mixture:
+        case "Q2_K_S" if position.repeats >= _SHARING:
+            return "Q4_K"
+        case "IQ4_NL" | "IQ4_XS" if position.repeats >= _SHARING:
             return "Q5_K"
-        return "Q4_K" if part in ("attn_v", "ffn_down", "attn_output", "attn_qkv") else usual
-    if part == "attn_qkv":
-        return {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[usual]
-    more = part in ("attn_v", "ffn_down") and _has_more_bits(layer, layers)
-    return "Q6_K" if more else usual
+        case "Q3_K_M":
+            return "Q5_K" if position.layer < 2 else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "Q4_K_S" if position.layer < 4:
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if position.some:
+            return "Q6_K"
+    return MIXTURES[mixture]
+
+
+def _of_down(mixture: str, position: Position) -> str:
+    """The type of a down projection."""
+    match mixture:
+        case "Q2_K_S" if position.in_first(8):
+            return "Q4_K"
+        case "IQ4_NL" | "IQ4_XS" if position.in_first(8) and not position.weighed:
+            return "Q5_K"
+        case "Q3_K_M":
+            return "Q5_K" if position.in_first(16) else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "Q4_K_S" if position.in_first(8):
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if position.some:
+            return "Q6_K"
+    return MIXTURES[mixture]
+
+
+def _is_large(family: str, position: Position) -> bool:
+    """Whether llama.cpp takes a model for one of 70 B, whose values are few and count more."""
+    architecture = ARCHITECTURES.get(family)
+    known = architecture is not None and architecture.name in ("llama", "qwen2")
+    return known and position.layers == _LARGE and position.repeats > 1
 
 
 def _part(module: str, family: str) -> str:
@@ -60,9 +151,3 @@ def _part(module: str, family: str) -> str:
     )
     name = names[0] if names is not None else ""
     return "ffn_down" if name.startswith("ffn_down") else name
-
-
-def _has_more_bits(layer: int, layers: int) -> bool:
-    """Whether a layer is in the first or last eighth, or a third one between."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
