@@ -10,7 +10,8 @@ integer.
                                                  minimum = scale * zero_point, zero_point a float32
 
 The points of IQ4_NL and IQ4_XS lie unevenly, closer around zero, and zero is none of them. A qvalue
-there is the point itself, an int8; a block stores the point's number.
+there is the point itself, an int8; a block stores the point's number. The points of TQ1_0 and TQ2_0
+are -1, 0 and 1.
 
 Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which define the bytes of a
 block.
@@ -76,6 +77,7 @@ class BlockType:
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_TERNARY = (-1, 0, 1)
 
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
@@ -111,12 +113,13 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
                 signed=True,
                 points=_IQ4,
             ),
+            BlockType(name="TQ1_0", num_bits=2, group_size=256, elements=256, points=_TERNARY),
+            BlockType(name="TQ2_0", num_bits=2, group_size=256, elements=256, points=_TERNARY),
         )
     }
 )
 
-# The type that llama.cpp's quantizer takes instead for rows that are no whole blocks of 256. For 2
-# and 3 bits it takes IQ4_NL, which is as large as Q4_0.
+# The type that llama.cpp's quantizer takes instead for rows that are no whole blocks of 256.
 SMALLER: Mapping[str, str] = MappingProxyType(
     {
         "Q2_K": "Q4_0",
@@ -125,5 +128,7 @@ SMALLER: Mapping[str, str] = MappingProxyType(
         "Q5_K": "Q5_1",
         "Q6_K": "Q8_0",
         "IQ4_XS": "IQ4_NL",
+        "TQ1_0": "Q4_0",
+        "TQ2_0": "Q4_0",
     }
 )

@@ -56,6 +56,8 @@ PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # by the linears' usual type, as llama.cpp's quantizer has it
 _HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"
+# of the embedding, where it is not that of most linears
+_EMBEDDING_TYPE = {"TQ1_0": "Q4_K", "TQ2_0": "Q4_K"}
 # of keys that are transposed, which cannot stay in the blocks of their rows
 _TRANSPOSED = "Q8_0"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
@@ -236,9 +238,10 @@ def _type_of(tensor: FileTensor, weights: GGUFWeights, dtype: str, *, tied: bool
     # a linear that was left as it is, and beside MXFP4 all that is not in it
     if tensor.name not in (EMBEDDING, HEAD) or dtype not in BLOCK_TYPES:
         return weights.dtypes[source]
-    wanted = (
-        dtype if tensor.name == EMBEDDING and not tied else _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
-    )
+    if tensor.name == EMBEDDING and not tied:
+        wanted = _EMBEDDING_TYPE.get(dtype, dtype)
+    else:
+        wanted = _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
     choices = (wanted, SMALLER.get(wanted, wanted))
     fitting = (kind for kind in choices if tensor.shape[1] % BLOCK_TYPES[kind].elements == 0)
     return next(fitting, weights.dtypes[source])

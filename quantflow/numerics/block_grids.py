@@ -21,6 +21,8 @@ from quantflow.core.block_types import BlockType
 from quantflow.core.scheme import TensorScheme
 
 _MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # multiples of the range: 1.06 to 0.63
+# of the three points of a type whose others are none, the middle one takes most of a group
+_TERNARY_MULTIPLES = tuple(step / 32 for step in range(34, 3, -1))
 _ROUNDS = 2  # rounds in which integers of scales move by one
 
 
@@ -97,9 +99,10 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
     first = cut.summed(cut.values)
     square = cut.summed(cut.values, cut.values)
     longest = torch.where(-low >= high, low, high)
-    ends = (scheme.qmin, scheme.qmax) if kind.points else (scheme.qmin,)
+    ends = (scheme.qmin,) if scheme.qmin + scheme.qmax in (-1, 0) else (scheme.qmin, scheme.qmax)
+    multiples = _TERNARY_MULTIPLES if len(kind.points) == 3 else _MULTIPLES
     free = kind.scale_bits is None  # a minimum that is a float16 may be negative
-    for multiple, end in itertools.product(_MULTIPLES, ends):
+    for multiple, end in itertools.product(multiples, ends):
         if kind.minima:
             floor = low if free else low.clamp_max(0)
             step = (high - floor) * (multiple / scheme.qmax)

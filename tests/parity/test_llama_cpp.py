@@ -490,7 +490,7 @@ np.savez(sys.argv[3], **found)
 """
 
 
-@pytest.mark.parametrize("name", ["IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"])
 @pytest.mark.parametrize("shape", ["gaussian", "uniform", "heavy"])
 def test_our_rounding_to_nearest_loses_less_than_ggmls(call, tmp_path, name, shape):
     generator = np.random.default_rng(5)

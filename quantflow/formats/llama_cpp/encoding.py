@@ -17,6 +17,8 @@ at 0. d, m and dmin are float16.
 | Q5_K   | d, dmin, steps, fifths in the order of thirds, nibbles of 64 | 176   | 256      |
 | Q6_K   | nibbles of 128, quarters of the high bits, steps, d         | 210   | 256      |
 | IQ4_XS | d, high bits of steps, nibbles of steps, nibbles            | 136   | 256      |
+| TQ1_0  | fives of 32, fives of 16, fives of 4, d                     | 54    | 256      |
+| TQ2_0  | quarters, d                                                 | 66    | 256      |
 | MXFP4  | exponent of the scale, nibbles of e2m1 codes                | 17    | 32       |
 
 | part                    | content                                                             |
@@ -27,6 +29,8 @@ at 0. d, m and dmin are float16.
 | quarters                | four elements of 2 bits that stand 32 apart in 128, the first lowest |
 | fifths                  | the fifth bit of e_i at bit i, 4 bytes                              |
 | thirds                  | bit k of byte i is of e_(32 k + i)                                  |
+| fives of n              | five elements of 3 values that stand n apart, the first highest: the |
+|                         | number in base 3, times 256 / 243 rounded up; of 4 the last one is 0 |
 | steps of Q2_K           | the scale's low, the minimum's high, 16 bytes                       |
 | steps of 6 bits         | `_steps_q3`, `_steps_and_minima` and `_steps_iq4`                   |
 
@@ -243,6 +247,28 @@ def _q8(block: _Block) -> list[Tensor]:
     return [*_own(block), (block.unsigned ^ 128).view(torch.int8)]
 
 
+def _fives(unsigned: Tensor, apart: int) -> Tensor:
+    """Elements of 3 values, up to five that stand `apart` in a byte. [O, B, e] -> uint8.
+
+    A reader multiplies a byte by a power of 3 and finds an element above its 8 bits.
+    """
+    parts = unsigned.view(*unsigned.shape[:2], -1, apart).int()  # [O, B, elements of a byte, apart]
+    powers = torch.tensor([81, 27, 9, 3, 1], dtype=torch.int32)[: parts.shape[-2]]
+    number = (parts * powers[:, None]).sum(dim=-2)
+    return ((number * 256 + 242) // 243).to(torch.uint8)
+
+
+def _tq1_0(block: _Block) -> list[Tensor]:
+    elements = block.unsigned
+    wide = _fives(elements[..., :160], 32)
+    narrow, rest = _fives(elements[..., 160:240], 16), _fives(elements[..., 240:], 4)
+    return [wide, narrow, rest, *_own(block)]
+
+
+def _tq2_0(block: _Block) -> list[Tensor]:
+    return [_quarters(block.unsigned), *_own(block)]
+
+
 def _q2_k(block: _Block) -> list[Tensor]:
     (d, steps), (dmin, minima) = _steps(block), _minimum_steps(block)
     return [(steps | minima << 4).to(torch.uint8), _quarters(block.unsigned), d, dmin]
@@ -287,6 +313,8 @@ _PARTS: Mapping[str, Callable[[_Block], list[Tensor]]] = MappingProxyType(
         "Q8_0": _q8,
         "IQ4_NL": _iq4_nl,
         "IQ4_XS": _iq4_xs,
+        "TQ1_0": _tq1_0,
+        "TQ2_0": _tq2_0,
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,
         "Q4_K": _q4_k,

@@ -15,7 +15,7 @@ from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
 from quantflow.formats.llama_cpp.encoding import encode
 
-TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, OUTPUTS = 256, 24
 
 

@@ -83,6 +83,27 @@ def test_a_block_of_iq4_xs_worked_by_hand():
     assert bytes(encode("w", weight)[0].tolist()) == expected
 
 
+def ternary(name: str) -> QTensor:
+    """-1 in every place but the first of each 32, where it is 1, and the second, where it is 0."""
+    qvalue = torch.tensor([[1, 0, *[-1] * 30] * 8], dtype=torch.int8)
+    return QTensor(qvalue=qvalue, scale=torch.tensor([[0.5]]), scheme=preset(name).weights)
+
+
+def test_a_block_of_tq1_0_worked_by_hand():
+    # raised by 1: 2, 1 and thirty 0. Five that stand 32 apart are alike: in base 3 22222 is 242 and
+    # 11111 is 121, times 256 / 243 that is 254.9 and 127.5. Five that stand 16 apart are 2 0 2 0 2
+    # from place 160 on, 162 + 18 + 2 = 182 or 191.7, and half of it. The last 16 begin at 240, in
+    # the middle of a 32, and are 0
+    expected = bytes.fromhex("ff80" + "00" * 30 + "c060" + "00" * 14 + "00000000" + "0038")
+    assert bytes(encode("w", ternary("TQ1_0"))[0].tolist()) == expected
+
+
+def test_a_block_of_tq2_0_worked_by_hand():
+    # four that stand 32 apart are alike: 2 in each pair of bits, then 1
+    expected = bytes.fromhex(("aa55" + "00" * 30) * 2 + "0038")
+    assert bytes(encode("w", ternary("TQ2_0"))[0].tolist()) == expected
+
+
 def test_values_between_points_of_iq4_nl_go_to_the_nearer_and_from_the_middle_up():
     values = torch.tensor(
         [[-999.0, -115.6, -115.5, -4.5, -4.6, 0.0, 6.9, 7.0, 100.9, 101.0, 999.0]]
@@ -196,6 +217,8 @@ def test_more_bits_lose_less():
         < loss["Q4_0"]
         < loss["Q3_K"]
         < loss["Q2_K"]
+        < loss["TQ2_0"]
+        == loss["TQ1_0"]
     )
     assert loss["IQ4_NL"] < loss["IQ4_XS"] < 0.9 * loss["Q4_0"]
 
@@ -216,11 +239,19 @@ def test_ggufs_values_of_any_block_are_ours(name, data):
     assert np.array_equal(read_back(encode("w", found), name), found.dequantize().numpy())
 
 
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+def test_a_ternary_weight_stays_as_it_is(name):
+    generator = torch.Generator().manual_seed(6)
+    signs = torch.randint(-1, 2, (8, 512), generator=generator).float()
+    weight = signs * torch.tensor([0.013, 3.0]).half().float().repeat_interleave(256)
+    assert torch.equal(quantized(weight, name).dequantize(), weight)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_zeros_stay_zeros(name):
     found = quantized(torch.zeros(2, 256), name)
-    # the smallest float16 times a point of 1: zero is no point
-    largest = 2.0**-24 if BLOCK_TYPES[name].points else 0.0
+    # the smallest float16 times a point of 1, where zero is no point
+    largest = 2.0**-24 if name.startswith("IQ4") else 0.0
     assert np.abs(read_back(encode("w", found), name)).max() == largest
 
 

@@ -55,7 +55,9 @@ def test_a_third_of_the_middle_layers_and_both_ends_have_more_bits():
     wanted = [layer in (0, 1, 4, 7, 10, 13, 14, 15) for layer in range(16)]
     for mixture, usual in (("Q4_K_M", "Q4_K"), ("Q5_K_M", "Q5_K")):
         for module in (VALUES, DOWN):
-            found = [kind for kind, count in types(mixture, module, layers=16) for _ in range(count)]
+            found = [
+                kind for kind, count in types(mixture, module, layers=16) for _ in range(count)
+            ]
             assert found == ["Q6_K" if more else usual for more in wanted]
 
 
