@@ -14,6 +14,7 @@ from typing import Any
 from quantflow.errors import InputError
 from quantflow.files.canonical import read_json
 from quantflow.files.folder import Listing, list_files, refuse_small_pointer
+from quantflow.files.renamed_config import in_todays_words
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, read_header
 from quantflow.files.sealed import SealedFolder
 from quantflow.files.side_file_kinds import PICKLES, has_known_name
@@ -106,7 +107,7 @@ class Checkpoint:
 
     Attributes:
         folder: path of the folder.
-        config: content of config.json.
+        config: content of config.json, in transformers' words.
         tensors: tensor name -> (file name, place in that file).
         files: every regular file of the folder, sorted, with `/` between sub-folders.
         quantized_by: place of the folder's quantization config (see `quantization_in`), which
@@ -114,6 +115,7 @@ class Checkpoint:
         left_over: place of a quantization config beside weights that are not quantized, which
             `config` then lacks; empty where there is none.
         index: the index that says which shard holds a tensor; empty where one file holds all.
+        rewritten: config.json itself has other words; see `quantflow.files.renamed_config`.
         notes: what the folder holds and nobody reads, a sentence each, where a reader may have
             expected otherwise.
         whole: tensors of the files that are read in parts: name -> (file name, place, names of the
@@ -132,6 +134,7 @@ class Checkpoint:
     quantized_by: str = ""
     left_over: str = ""
     index: str = ""
+    rewritten: bool = False
     notes: tuple[str, ...] = ()
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
     unused: dict[str, UnusedTensor] = field(default_factory=dict)
@@ -257,6 +260,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(
             f"{folder / CONFIG}: not a table", "restore the file from where it came from"
         )
+    today = in_todays_words(config, place=str(folder / CONFIG))
+    config = config if today is None else today
     for name in (*listing.others, *listing.files):
         if has_known_name(name):
             _refuse_special(folder, listing, name)
@@ -303,6 +308,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         quantized_by=where,
         left_over=left_over,
         index=index,
+        rewritten=today is not None,
         notes=tuple(notes),
     )
 

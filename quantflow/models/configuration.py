@@ -38,7 +38,9 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     read_as = None if row is None else row.read_as
     _require_causal_lm(read_as or model_type, checkpoint.config.get("architectures"))
     try:
-        if read_as is not None:
+        if checkpoint.rewritten:
+            config = CONFIG_MAPPING[str(model_type)].from_dict(checkpoint.config)
+        elif read_as is not None:
             own = {"model_type", "auto_map"}  # they name a class that is code beside the weights
             values = {key: checkpoint.config[key] for key in checkpoint.config.keys() - own}
             config = CONFIG_MAPPING[read_as].from_dict(values)
