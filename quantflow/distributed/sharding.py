@@ -13,7 +13,7 @@ from typing import Any
 
 from quantflow.distributed.placement import share
 from quantflow.errors import InputError, UnsupportedError, UsageError
-from quantflow.models.family import FAMILIES, attention_heads
+from quantflow.models.family import FAMILIES, FamilyRow, attention_heads
 from quantflow.models.graph import UNTRACED, text_config
 from quantflow.models.open import graph_for
 
@@ -51,12 +51,17 @@ _HEADS = {
     for row in FAMILIES.values()
     for linear, heads in attention_heads(row).items()
 }
-# Linears that make the keys which the KV cache holds.
-_KEYS = {
-    _leaf(row.names.qkv[1] if len(row.names.qkv) == 3 else row.names.qkv[0])
-    for row in FAMILIES.values()
-    if len(row.names.qkv) == 3 or row.by_head
-}
+
+
+def _key_linears(row: FamilyRow) -> set[str]:
+    """The linear that makes the keys which the KV cache holds, where its rows are of heads."""
+    linears = row.names.qkv
+    keys = linears[1] if len(linears) == 3 else linears[0]
+    return {_leaf(keys)} if keys in attention_heads(row) else set()
+
+
+_KEYS_OF = {row.model_type: _key_linears(row) for row in FAMILIES.values()}
+_KEYS = set().union(*_KEYS_OF.values())
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<linear>\w+)")
 # A checkpoint has a linear per expert; the plan speaks of the tensors that transformers stacks them
 # into.
@@ -113,7 +118,8 @@ def placements(
         for name, shape in shapes.items()
         if _is_linear(name, shape)
     }
-    attentions = {name.rpartition(".")[0] for name in linears if _leaf(name) in _KEYS}
+    key_linears = _KEYS_OF.get(config.model_type, _KEYS)
+    attentions = {name.rpartition(".")[0] for name in linears if _leaf(name) in key_linears}
     # layers of a heterogeneous model have heads of different sizes
     uneven = bool(getattr(config, "is_heterogeneous", False))
     # and the heads of a family without a graph in its row may hold a gate too
@@ -149,7 +155,7 @@ def placements(
             if linear in _OUTSIDE
             else share(name, whole, cards=tp, card=rank % tp)
         )
-        if linear in _KEYS and not uneven:
+        if linear in key_linears and not uneven:
             cache = _cache(config, cut="plan" in whole, copy_kv_heads=copy_kv_heads)
             held[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
     # attentions of these have any name for the linear that makes keys, so the trace says where

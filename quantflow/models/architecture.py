@@ -21,7 +21,9 @@ from quantflow.models.family import (
     DecoderDesign,
     DeltaNames,
     FamilyRow,
+    FusedRows,
     GroupScores,
+    KvHeads,
     LatentNames,
     Mixture,
     PartNames,
@@ -117,6 +119,8 @@ class Heads:
             with queries, keys and values.
         slopes: for each query head, what a score loses for each position between (ALiBi); empty:
             nothing.
+        rounded_alibi: slopes, positions and their products are rounded to bfloat16, and what a
+            score loses is multiplied by `scale` too.
     """
 
     num_heads: int
@@ -130,6 +134,7 @@ class Heads:
     latent: int = 0
     output_gate: bool = False
     slopes: tuple[float, ...] = ()
+    rounded_alibi: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +285,10 @@ class Blueprint:
         latent: multi-head latent attention; None: queries, keys and values of heads.
         delta: the gated delta net of some layers; None: all layers have attention.
         linear: for each layer, whether the gated delta net stands in the place of attention.
-        by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
+        fused: how the rows of one linear of queries, keys and values lie; the number of blocks
+            is there.
+        repeated_cache: transformers' cache has a kv head once for each query head that it serves
+            (Falcon with new_decoder_architecture); measured scales of heads are as many.
         rotary_pairs: neighbouring features of a head are rotated together.
         unit_offset: norms multiply by 1 + their weight.
         embedding_scale: factor of a token's embedding.
@@ -307,7 +315,8 @@ class Blueprint:
     latent: Latent | None = None
     delta: Delta | None = None
     linear: tuple[bool, ...] = ()
-    by_head: bool = False
+    fused: FusedRows = FusedRows()
+    repeated_cache: bool = False
     rotary_pairs: bool = False
     position_offset: int = 0
     unit_offset: bool = False
@@ -597,8 +606,11 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     layers, hidden_size = keys.count("num_hidden_layers"), keys.count("hidden_size")
     latent = None if row.latent is None else _latent(row.latent, design, keys)
     delta = None if row.delta is None else _delta(row.delta, keys)
-    num_heads, num_kv_heads, head_dim = _heads(row, keys, hidden_size)
-    form = _form(row, design, keys)
+    num_heads, num_kv_heads, head_dim = _heads(design, keys, hidden_size)
+    names, form = row.names, _form(row, design, keys)
+    if design.twin_norms is not None:
+        names, parallel = _norms_by_generation(names, design.twin_norms, keys)
+        form = replace(form, parallel=parallel)
     scale = head_dim**-0.5
     if design.query_pre_attn_scalar:
         scale = keys.number("query_pre_attn_scalar") ** -0.5
@@ -631,7 +643,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     if keys.get("max_position_embeddings") is not None:
         positions = keys.count("max_position_embeddings")
     sparse, routing = _routing(row, design, keys, layers)
-    names, mixture = row.names, row.mixture if routing is not None else None
+    mixture = row.mixture if routing is not None else None
     if latent is not None and latent.compressed is not None:
         names = replace(names, qkv=(latent.names.compressed, *names.qkv[1:]))
     has_qk_norms = design.qk_norm_key is None or bool(keys.get(design.qk_norm_key))
@@ -669,7 +681,8 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             whole_norms=design.whole_qk_norms,
             latent=0 if latent is None else latent.features,
             output_gate=design.output_gate,
-            slopes=_slopes(num_heads) if design.alibi else (),
+            slopes=_slopes(num_heads) if keys.flag(design.alibi) else (),
+            rounded_alibi=design.rounded_alibi,
         ),
         form=replace(form, residual=residual_scale),
         windows=tuple(windows),
@@ -684,7 +697,9 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         latent=latent,
         delta=delta,
         linear=linear,
-        by_head=row.by_head,
+        fused=_fused(row.fused, num_heads, num_kv_heads),
+        repeated_cache=design.kv_heads is KvHeads.BY_GENERATION
+        and num_kv_heads not in (1, num_heads),
         rotary_pairs=latent is None and keys.flag(design.rotary_pairs),
         position_offset=design.position_offset,
         unit_offset=row.unit_offset,
@@ -703,11 +718,13 @@ def _ends(names: PartNames, design: DecoderDesign, keys: Keys, hidden_size: int)
     return names
 
 
-def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]:
+def _heads(design: DecoderDesign, keys: Keys, hidden_size: int) -> tuple[int, int, int]:
     """Numbers of query heads and of kv heads, and the features of a head."""
     num_heads = keys.count("num_attention_heads")
     num_kv_heads, head_dim = num_heads, hidden_size // num_heads
-    if not row.by_head:
+    if design.kv_heads is KvHeads.BY_GENERATION:
+        num_kv_heads = _kv_heads_by_generation(keys, num_heads)
+    elif design.kv_heads is KvHeads.COUNTED:
         if keys.get("num_key_value_heads") is not None:
             num_kv_heads = keys.count("num_key_value_heads")
         if keys.get("head_dim") is not None:
@@ -717,6 +734,53 @@ def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]
             f"{num_kv_heads} heads of keys and values do not divide {num_heads} heads"
         )
     return num_heads, num_kv_heads, head_dim
+
+
+def _kv_heads_by_generation(keys: Keys, num_heads: int) -> int:
+    """The kv heads of a Falcon."""
+    told = num_heads if keys.get("num_kv_heads") is None else keys.count("num_kv_heads")
+    if keys.get("new_decoder_architecture"):
+        keys.read.add("multi_query")
+        return told
+    if keys.get("multi_query"):
+        return 1  # files have the number of query heads in num_kv_heads
+    if told != num_heads:
+        raise UnsupportedDesign(
+            f"num_kv_heads of config.json is {told}, of {num_heads} heads that all have keys of "
+            "their own without multi_query"
+        )
+    return num_heads
+
+
+def _norms_by_generation(
+    names: PartNames, twins: tuple[str, str], keys: Keys
+) -> tuple[PartNames, bool]:
+    """The names with the norms of a Falcon's layers, and whether its branches are side by side."""
+    new, parallel = bool(keys.get("new_decoder_architecture")), bool(keys.get("parallel_attn"))
+    count = keys.get("num_ln_in_parallel_attn")
+    if count is None:
+        count = 2 if new else 1
+    if not new and not parallel:
+        return names, False
+    if not parallel or count not in ((1, 2) if new else (1,)):
+        raise UnsupportedDesign(
+            f"it knows no layers with new_decoder_architecture={new}, parallel_attn={parallel} and "
+            f"num_ln_in_parallel_attn={count} of config.json"
+        )
+    if count == 1:
+        return replace(names, mlp_norm=names.attention_norm), True
+    before_attention, before_mlp = twins
+    return replace(names, attention_norm=before_attention, mlp_norm=before_mlp), True
+
+
+def _fused(rows: FusedRows, num_heads: int, num_kv_heads: int) -> FusedRows:
+    """How the rows of one linear of queries, keys and values lie, with the number of blocks."""
+    blocks = num_kv_heads if rows.blocks is None else rows.blocks
+    if num_heads % blocks or num_kv_heads % blocks:
+        raise UnsupportedDesign(
+            f"{num_heads} heads, {num_kv_heads} of keys and values, do not lie in {blocks} blocks"
+        )
+    return replace(rows, blocks=blocks)
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
@@ -905,8 +969,13 @@ def _ropes(
     design: DecoderDesign, keys: Keys, head_dim: int, windows: Sequence[int]
 ) -> tuple[tuple[Rope, ...], tuple[int | None, ...]]:
     """The rotary embeddings of a model, and for each layer which one it has."""
-    if design.alibi or not design.rotates:
+    if keys.flag(design.alibi) or not design.rotates:
+        if isinstance(design.alibi, str):  # files have these keys, used or not
+            keys.read |= {"rope_scaling", "rope_parameters", design.theta_key}
         return (), (None,) * len(windows)
+    if design.theta is not None:
+        fixed = _fixed_rope(keys, str(design.partial_rope), design.theta, head_dim)
+        return (fixed,), (0,) * len(windows)
     parameters = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise UnsupportedDesign(f"rope_parameters of config.json is {parameters!r}, no table")
@@ -941,6 +1010,17 @@ def _ropes(
             for index, has_rope in zip(rope_of_layer, with_rope, strict=True)
         ]
     return ropes, tuple(rope_of_layer)
+
+
+def _fixed_rope(keys: Keys, key: str, theta: float, head_dim: int) -> Rope:
+    """A rotary embedding of which config.json says the number of features alone, by a key."""
+    rotated = keys.count(key)
+    if rotated % 2 or rotated > head_dim:
+        raise UnsupportedDesign(
+            f"it rotates pairs of features, {key} of config.json is {rotated} of the {head_dim} of "
+            "a head"
+        )
+    return Rope(dim=rotated, parameters={"rope_type": "default", "rope_theta": theta})
 
 
 def _rope(

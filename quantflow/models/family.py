@@ -76,6 +76,22 @@ class PartNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedRows:
+    """How the rows of one linear of queries, keys and values lie.
+
+    They come in blocks of as many heads each: in a block all its queries, keys and values, a part
+    after the other.
+
+    Attributes:
+        blocks: number of blocks; None: one for each kv head, with the queries that it serves.
+        order: the parts of a block: q, k and v.
+    """
+
+    blocks: int | None = 1
+    order: str = "qkv"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mixture:
     """The mixture of experts in the place of a sparse layer's MLP.
 
@@ -191,6 +207,17 @@ class GroupScores(Enum):
     BEST = "its best score"
 
 
+class KvHeads(Enum):
+    """Rules that say how many kv heads there are."""
+
+    COUNTED = "num_key_value_heads, else one for each query head"
+    EACH = "one for each query head"
+    BY_GENERATION = (
+        "num_kv_heads with new_decoder_architecture, one in all with multi_query, else one for "
+        "each query head"
+    )
+
+
 class RouterScores(Enum):
     """How the router's logits become scores, of which the largest are chosen and weigh."""
 
@@ -243,13 +270,19 @@ class DecoderDesign:
             embedding, see the chunk of attention_chunk_size positions that a query lies in.
         tempered: queries of layers without a rotary embedding grow with their positions, if
             attn_temperature_tuning says so.
-        alibi: scores are lower the farther a position lies (ALiBi), and nothing is rotated.
+        kv_heads: how many kv heads there are.
+        alibi: scores are lower the farther a position lies (ALiBi), and nothing is rotated; or the
+            key that says it.
+        rounded_alibi: slopes, positions and their products are rounded to bfloat16, and ALiBi comes
+            before the factor of the scores (Falcon).
         position_offset: row of the embedding of positions that the first position has.
         rotates: queries and keys are rotated, unless `alibi`.
         rope_by_layer_type: sliding layers have a rotary embedding of their own.
         partial_rope: the rotary embedding may turn a part of a head alone; or the key of the
             number of features that it turns.
         theta_key: key of the base of the angles, which rope_parameters may say as well.
+        theta: base of the angles where no key says anything of them but `partial_rope`, which is
+            the key of a number then; None: keys do.
         grid_rope: rope_parameters say how the angles of an image's token are put together from
             three positions; those of text are equal, so it changes none.
         output_gate: the linear of queries also makes, after each head's query, a gate of as many
@@ -265,6 +298,10 @@ class DecoderDesign:
         scaled_embedding: a token's embedding is multiplied by hidden_size^0.5.
         parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
             it.
+        twin_norms: norms before attention and before the MLP where there are two beside each other.
+            The keys new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn say whether
+            a layer has these, one norm for both, or one branch after the other (Falcon); None:
+            there are no such keys.
         norm_before_key: key that is false where a norm is of the hidden state after attention or
             MLP was added, and takes its place (post-LN); None: norms are of what a branch reads.
         no_last_norm_key: key that is true where no norm comes before the head; None: one does.
@@ -309,12 +346,15 @@ class DecoderDesign:
     windows: Windows | None = None
     chunked: bool = False
     tempered: bool = False
-    alibi: bool = False
+    kv_heads: KvHeads = KvHeads.COUNTED
+    alibi: bool | str = False
+    rounded_alibi: bool = False
     position_offset: int = 0
     rotates: bool = True
     rope_by_layer_type: bool = False
     partial_rope: bool | str = False
     theta_key: str = "rope_theta"
+    theta: float | None = None
     grid_rope: bool = False
     output_gate: bool = False
     rotary_pairs: bool | str = False
@@ -325,6 +365,7 @@ class DecoderDesign:
     multipliers: bool = False
     scaled_embedding: bool = False
     parallel_residual: bool | str = False
+    twin_norms: tuple[str, str] | None = None
     norm_before_key: str | None = None
     no_last_norm_key: str | None = None
     embedding_size_key: str | None = None
@@ -383,8 +424,7 @@ class FamilyRow:
         centered: norms subtract the mean and have a bias (LayerNorm), else neither (RMSNorm); there
             is no bias where `DecoderDesign.norm_bias` says so.
         unit_offset: norms multiply by 1 + their weight, so no factor can be folded into it.
-        by_head: rows of the one linear of queries, keys and values come head by head: its query,
-            its key, its value.
+        fused: how the rows of the one linear of queries, keys and values lie, if there is one.
         latent: the attention is multi-head latent attention with these parts; None: it is not.
         delta: gated delta nets stand in the place of attention in some layers; None: in none.
         traced: the linears of a layer come from a trace of the model's forward, not from this row.
@@ -403,7 +443,7 @@ class FamilyRow:
     gated: bool = True
     centered: bool = False
     unit_offset: bool = False
-    by_head: bool = False
+    fused: FusedRows = FusedRows()
     latent: LatentNames | None = None
     delta: DeltaNames | None = None
     traced: bool = False
@@ -421,11 +461,16 @@ class FamilyRow:
         return not (self.centered or self.unit_offset or self.mixture or any(added))
 
 
+# each kv head's queries, key and value lie together
+BY_HEAD = FusedRows(blocks=None)
+
+
 def attention_heads(row: FamilyRow) -> dict[str, tuple[str, int]]:
     """Heads along the axis on which each linear of an attention is cut: name -> (key, multiple).
 
-    The key of config.json counts the heads; each takes a multiple of head_dim. One linear that
-    holds all queries, then all keys, then all values has no such heads, and is not among them.
+    The key of config.json counts the heads; each takes a multiple of head_dim. One linear of
+    queries, keys and values has such heads where each head's three lie together, else it is not
+    among them.
     """
     heads = {row.names.output: ("num_attention_heads", 1)}
     if len(row.names.qkv) == 3:
@@ -433,7 +478,7 @@ def attention_heads(row: FamilyRow) -> dict[str, tuple[str, int]]:
         if row.decoder is None or not row.decoder.output_gate:  # which lie between its queries
             heads[queries] = ("num_attention_heads", 1)
         heads |= dict.fromkeys(keys_and_values, ("num_key_value_heads", 1))
-    elif row.by_head:
+    elif row.fused == BY_HEAD and row.decoder and row.decoder.kv_heads is KvHeads.EACH:
         heads[row.names.qkv[0]] = ("num_attention_heads", 3)
     return heads
 
@@ -581,6 +626,51 @@ _GPT_IGNORED = frozenset(
         "tokenizer_class",
     }
 )
+_GPT2_NAMES = PartNames(
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    layers="transformer.h",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+)
+_GPTJ_NAMES = PartNames(
+    output="attn.out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
+    attention_norm="ln_1",
+    mlp_norm="ln_1",
+    layers="transformer.h",
+    embedding="transformer.wte",
+    norm="transformer.ln_f",
+)
+_GPTJ_DECODER = DecoderDesign(
+    defaults={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2048,
+        "rotary_dim": 64,
+    },
+    aliases=_GPT_ALIASES,
+    ignored_keys=_GPT_IGNORED | {"rotary", "scale_attn_weights"},
+    activation_key="activation_function",
+    mlp_size_key="n_inner",
+    mlp_size_optional=True,
+    eps_key="layer_norm_epsilon",
+    kv_heads=KvHeads.EACH,
+    partial_rope="rotary_dim",
+    theta=10000.0,
+    rotary_pairs=True,
+    parallel_residual=True,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=True,
+    head_bias=True,
+)
 _SANDWICH = PartNames(
     attended_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -709,13 +799,14 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 ),
                 gated=False,
                 centered=True,
-                by_head=True,
+                fused=BY_HEAD,
                 decoder=DecoderDesign(
                     defaults={
                         **_LAYER_NORM,
                         "partial_rotary_factor": 0.25,
                         "use_parallel_residual": True,
                     },
+                    kv_heads=KvHeads.EACH,
                     eps_key="layer_norm_eps",
                     partial_rope=True,
                     parallel_residual="use_parallel_residual",
@@ -1404,18 +1495,7 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
             FamilyRow(
                 model_type="gpt2",
                 architecture="GPT2LMHeadModel",
-                names=PartNames(
-                    qkv=("attn.c_attn",),
-                    output="attn.c_proj",
-                    up=("mlp.c_fc",),
-                    down="mlp.c_proj",
-                    attention_norm="ln_1",
-                    mlp_norm="ln_2",
-                    layers="transformer.h",
-                    embedding="transformer.wte",
-                    positions="transformer.wpe",
-                    norm="transformer.ln_f",
-                ),
+                names=_GPT2_NAMES,
                 gated=False,
                 centered=True,
                 traced=True,
@@ -1437,6 +1517,49 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     mlp_size_key="n_inner",
                     mlp_size_optional=True,
                     eps_key="layer_norm_epsilon",
+                    rotates=False,
+                    qkv_bias=True,
+                    output_bias=True,
+                    mlp_bias=True,
+                    tied=True,
+                ),
+            ),
+            # StarCoder and SantaCoder
+            FamilyRow(
+                model_type="gpt_bigcode",
+                architecture="GPTBigCodeForCausalLM",
+                names=_GPT2_NAMES,
+                gated=False,
+                centered=True,
+                fused=BY_HEAD,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "activation_function": "gelu_pytorch_tanh",
+                        "layer_norm_epsilon": 1e-5,
+                        "max_position_embeddings": 1024,
+                        "multi_query": True,
+                    },
+                    aliases=_GPT_ALIASES,
+                    supported_values={"add_cross_attention": False, "scale_attn_weights": True},
+                    # how scores are computed, not which; multi_query says how many kv heads
+                    ignored_keys=_GPT_IGNORED
+                    | {
+                        "attention_softmax_in_fp32",
+                        "inference_runner",
+                        "max_batch_size",
+                        "max_sequence_length",
+                        "num_key_value_heads",
+                        "pad_key_length",
+                        "pre_allocate_kv_cache",
+                        "scale_attention_softmax_in_fp32",
+                        "validate_runner_input",
+                    },
+                    activation_key="activation_function",
+                    mlp_size_key="n_inner",
+                    mlp_size_optional=True,
+                    eps_key="layer_norm_epsilon",
+                    kv_heads=KvHeads.BY_GENERATION,
                     rotates=False,
                     qkv_bias=True,
                     output_bias=True,
@@ -1504,10 +1627,11 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 ),
                 gated=False,
                 centered=True,
-                by_head=True,
+                fused=BY_HEAD,
                 traced=True,
                 decoder=DecoderDesign(
                     defaults={"layer_norm_epsilon": 1e-5},
+                    kv_heads=KvHeads.EACH,
                     activation="gelu_pytorch_tanh",
                     aliases={
                         "n_layer": "num_hidden_layers",
@@ -1539,6 +1663,68 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     mlp_bias=True,
                     tied=True,
                 ),
+            ),
+            FamilyRow(
+                model_type="falcon",
+                architecture="FalconForCausalLM",
+                names=PartNames(
+                    qkv=("self_attention.query_key_value",),
+                    output="self_attention.dense",
+                    up=("mlp.dense_h_to_4h",),
+                    down="mlp.dense_4h_to_h",
+                    layers="transformer.h",
+                    embedding="transformer.word_embeddings",
+                    norm="transformer.ln_f",
+                ),
+                gated=False,
+                centered=True,
+                fused=BY_HEAD,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "activation": "gelu",
+                        "layer_norm_epsilon": 1e-5,
+                        "rope_theta": 10000.0,
+                        "multi_query": True,
+                        "parallel_attn": True,
+                    },
+                    aliases={"n_embed": "hidden_size"},
+                    supported_values={"apply_residual_connection_post_layernorm": False},
+                    # what code beside the weights read in their places
+                    ignored_keys=frozenset({"n_head", "n_head_kv", "n_layer"}),
+                    activation_key="activation",
+                    eps_key="layer_norm_epsilon",
+                    mlp_size_key="ffn_hidden_size",
+                    mlp_size_optional=True,
+                    kv_heads=KvHeads.BY_GENERATION,
+                    alibi="alibi",
+                    rounded_alibi=True,
+                    twin_norms=("ln_attn", "ln_mlp"),
+                    qkv_bias=("bias", False),
+                    output_bias=("bias", False),
+                    mlp_bias=("bias", False),
+                    tied=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="gptj",
+                architecture="GPTJForCausalLM",
+                names=replace(_GPTJ_NAMES, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj")),
+                gated=False,
+                centered=True,
+                traced=True,
+                decoder=_GPTJ_DECODER,
+            ),
+            # Four processors trained it, and the heads of each lie together.
+            FamilyRow(
+                model_type="codegen",
+                architecture="CodeGenForCausalLM",
+                names=replace(_GPTJ_NAMES, qkv=("attn.qkv_proj",)),
+                gated=False,
+                centered=True,
+                fused=FusedRows(blocks=4, order="qvk"),
+                traced=True,
+                decoder=_GPTJ_DECODER,
             ),
         )
     }

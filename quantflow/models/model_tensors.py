@@ -97,7 +97,9 @@ class ListedTensors:
             UnsupportedDesign: a size that config.json does not say.
         """
         names = blueprint.names
-        self._names, self._kv_heads = names, blueprint.heads.num_kv_heads
+        heads = blueprint.heads
+        self._cached_heads = heads.num_heads if blueprint.repeated_cache else heads.num_kv_heads
+        self._names = names
         self._attentions = [
             index for index in range(blueprint.layers) if not blueprint.is_linear(index)
         ]
@@ -179,7 +181,7 @@ class ListedTensors:
     def caches(self) -> dict[str, int]:
         """The attentions and their kv heads; see `ModelTensors`."""
         return {
-            f"{self._names.layers}.{index}.{self._names.attention}": self._kv_heads
+            f"{self._names.layers}.{index}.{self._names.attention}": self._cached_heads
             for index in self._attentions
         }
 

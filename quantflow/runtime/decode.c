@@ -147,6 +147,7 @@ typedef struct {
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
     const int64_t *slots;   /* [rows] place of a sequence's state in each gated delta net */
     const float *slopes;    /* [query_heads] of ALiBi; NULL: distances count nothing */
+    int64_t rounded_alibi;  /* ALiBi as Falcon has it, see `add_rounded_distances` */
     int64_t rows, block, width; /* rows: sequences */
     int64_t query_heads, kv_heads, head_dim, kind;
     int64_t latent;            /* last features of a key that are its value too; 0: values apart */
@@ -1153,6 +1154,29 @@ INLINE void add_distances(float *scores, const float *slope, const int64_t *end,
         }
 }
 
+/* The nearest bfloat16 as a float, ties to even, of finite numbers. */
+static inline vf rounded_to_bfloat(vf x) {
+    vu bits = (vu)x;
+    return (vf)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u);
+}
+
+/* ALiBi as Falcon has it: the places of a column and of the query are counted from the begin of the
+ * text; they and their products with the slope are rounded to bfloat16; the difference of the
+ * products is multiplied by the factor of the scores. */
+INLINE void add_rounded_distances(float *scores, const float *slope, const int64_t *end,
+                                  int64_t begin, int64_t padding, float scale, const int T) {
+    const vi lanes = {NUMBERS};
+    for (int g = 0; g < T; g++) {
+        vf query = rounded_to_bfloat(splat((float)(end[g] - 1 - padding)));
+        query = rounded_to_bfloat(query * slope[g]);
+        for (int j = 0; j < BLOCK; j += LANES) {
+            vf place = __builtin_convertvector(lanes + (int)(begin + j - padding), vf);
+            vf column = rounded_to_bfloat(rounded_to_bfloat(place) * slope[g]);
+            *(vf *)(scores + g * BLOCK + j) += (column - query) * scale;
+        }
+    }
+}
+
 #ifdef __AVX512BF16__
 enum { HAS_PAIRS = 1 }; /* pairs of bfloat16 can be multiplied as they are */
 #else
@@ -1358,7 +1382,9 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
         for (; group < groups; group++)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
-        if (s->slopes) add_distances(scores, slope, end, begin, T);
+        if (s->slopes && s->rounded_alibi)
+            add_rounded_distances(scores, slope, end, begin, s->padding[row], s->scale, T);
+        else if (s->slopes) add_distances(scores, slope, end, begin, T);
         online_softmax_step(scores, first, end, begin, largest, total, shrink, T);
         /* int8 values without measured scales: the scale of a column goes into its probability */
         for (int g = 0; g < T && dynamic; g++)
@@ -1732,7 +1758,8 @@ const struct field *structure_fields(void) {
         FIELD(Layer, window), FIELD(Layer, chunk), FIELD(Layer, rotary_dim),
         FIELD(Layer, floor_scale), FIELD(Layer, attn_scale), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
-        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, slopes), FIELD(Step, rows),
+        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, slopes),
+        FIELD(Step, rounded_alibi), FIELD(Step, rows),
         FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
         FIELD(Step, latent), FIELD(Step, output_gate), FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),

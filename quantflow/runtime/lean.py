@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.backends import kernels
+from quantflow.core.kv import KVScales
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint
+from quantflow.models.family import FusedRows
 from quantflow.runtime import delta_net, operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
@@ -136,11 +138,11 @@ class LeanDecoder:
         self.stateful = any(blueprint.linear)
         self.processes = 1 if ranks is None else ranks.world
         self._blueprint = blueprint
-        kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
+        scales = kv_scales(artifact, blueprint) if kv_cache == "auto" else ()
         if kv_cache == "auto":
             kv_cache = (
-                KIND_OF[kv_scales[0].scheme.kind]
-                if kv_scales
+                KIND_OF[scales[0].scheme.kind]
+                if scales
                 else str(artifact.dtype).removeprefix("torch.")
             )
         require_kind(kv_cache)
@@ -148,7 +150,7 @@ class LeanDecoder:
             KVCache,
             kind=kv_cache,
             layers=blueprint.layers - sum(blueprint.linear),
-            scales=kv_scales,
+            scales=scales,
             **cache_shape(blueprint),
         )
         blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
@@ -445,6 +447,21 @@ class LeanDecoder:
         return self.cache
 
 
+def kv_scales(artifact: Artifact, blueprint: Blueprint) -> tuple[KVScales, ...]:
+    """The measured scales of every layer's cache, of all heads or one for each kv head.
+
+    Raises:
+        InputError: see `Artifact.kv_scales`.
+    """
+    scales = artifact.kv_scales()
+    if not blueprint.repeated_cache:
+        return scales
+    repeats = blueprint.heads.num_heads // blueprint.heads.num_kv_heads
+    return tuple(
+        replace(each, keys=each.keys[::repeats], values=each.values[::repeats]) for each in scales
+    )
+
+
 def cache_shape(blueprint: Blueprint) -> dict[str, Any]:
     """The arguments of `KVCache` that say what a layer keeps of a column."""
     heads = blueprint.heads
@@ -662,20 +679,23 @@ def _order_of_heads(blueprint: Blueprint) -> Tensor | None:
     features, which is that of queries and of keys. None where the model has that order.
     """
     heads, dim = blueprint.heads, blueprint.heads.head_dim
-    if blueprint.by_head:
-        return torch.arange(heads.num_heads * 3 * dim).view(-1, 3, dim).transpose(0, 1).reshape(-1)
     if heads.output_gate:  # the gate of a head comes after its query
         rows = torch.arange(heads.num_heads * 2 * dim).view(-1, 2, dim)
         others = len(rows) * 2 * dim + torch.arange(2 * heads.num_kv_heads * dim)
         return torch.cat([rows[:, 0].flatten(), others, rows[:, 1].flatten()])
-    if not blueprint.rotary_pairs:
-        return None
-    rotated = blueprint.ropes[0].dim
-    pairs = torch.arange(rotated).view(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., 1, 3, 5, ...
-    features = torch.cat([pairs, torch.arange(rotated, dim)])
-    rows = torch.arange((heads.num_heads + 2 * heads.num_kv_heads) * dim).view(-1, dim)
-    rotates = heads.num_heads + heads.num_kv_heads
-    return torch.cat([rows[:rotates, features].reshape(-1), rows[rotates:].reshape(-1)])
+    fused = blueprint.fused if len(blueprint.names.qkv) == 1 else FusedRows()
+    blocks = fused.blocks or 1
+    counts = {"q": heads.num_heads, "k": heads.num_kv_heads, "v": heads.num_kv_heads}
+    rows = torch.arange(sum(counts.values()) * dim).view(blocks, -1, dim)  # [blocks, heads, dim]
+    parts = torch.split(rows, [counts[part] // blocks for part in fused.order], dim=1)
+    by_part = dict(zip(fused.order, parts, strict=True))
+    if blueprint.rotary_pairs:
+        rotated = blueprint.ropes[0].dim
+        pairs = torch.arange(rotated).view(-1, 2).T.reshape(-1)  # 0, 2, 4, ..., 1, 3, 5, ...
+        features = torch.cat([pairs, torch.arange(rotated, dim)])
+        by_part |= {part: by_part[part][..., features] for part in "qk"}
+    order = torch.cat([by_part[part].reshape(-1) for part in "qkv"])
+    return None if torch.equal(order, rows.flatten()) else order
 
 
 def _put_together(

@@ -40,7 +40,7 @@ class LeanCheck:
         self._artifact, blueprint = artifact, architecture.read(artifact.checkpoint.config)
         self.reason = lean.why_not(artifact)
         if self.reason is None and not isinstance(blueprint, str):
-            self._blueprint, self._scales = blueprint, artifact.kv_scales()
+            self._blueprint, self._scales = blueprint, lean.kv_scales(artifact, blueprint)
             self._unrounded = _unrounded(artifact)
 
     @torch.inference_mode()

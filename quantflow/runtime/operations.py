@@ -248,6 +248,7 @@ class _Step(ctypes.Structure):
         ("tiles", _POINTER),
         ("slots", _POINTER),
         ("slopes", _POINTER),
+        ("rounded_alibi", _COUNT),
         ("rows", _COUNT),
         ("block", _COUNT),
         ("width", _COUNT),
@@ -431,7 +432,7 @@ class Operations:
         self._blocks = blocks
         self._library = compiled()
         self._rounds = rounds
-        self._slopes = torch.tensor(heads.slopes) if heads.slopes else None  # C has its address
+        self._slopes = _slopes(heads)  # C has its address
         self._rooms: dict[str, Tensor] = {}
         # Room for the parts of a layer, which decode.c's `run` writes; there are no widths where
         # Python calls the operations one by one.
@@ -475,6 +476,7 @@ class Operations:
         self._step = _Step(  # first, start, table, tiles and slots are NULL until `step_rows`
             padding=native.address(cache.padding),
             slopes=native.address(self._slopes),
+            rounded_alibi=heads.rounded_alibi,
             rows=cache.rows,
             block=cache.capacity,
             width=1,
@@ -758,6 +760,14 @@ class Operations:
         if room is None or len(room) < rows or room.shape[1] != width:
             room = self._rooms[name] = torch.empty(rows, width)
         return room[:rows]
+
+
+def _slopes(heads: Heads) -> Tensor | None:
+    """ALiBi's slopes, float32 of the query heads; None where there are none."""
+    if not heads.slopes:
+        return None
+    slopes = torch.tensor(heads.slopes)
+    return slopes.bfloat16().float() if heads.rounded_alibi else slopes
 
 
 def _norm(norm: Norm) -> _Norm:

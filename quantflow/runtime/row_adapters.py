@@ -76,7 +76,8 @@ class RowAdapters:
             begin, end = end, end + shape_of(artifact, name)[0]
             self._places.pop(name, None)
             for adapter, factors in self._factors.get(name, {}).items():
-                ordered = factors if order is None else replace(factors, up=factors.up[order])
+                own = None if order is None else order[begin:end] - begin  # parts keep their places
+                ordered = factors if own is None else replace(factors, up=factors.up[own])
                 sides.setdefault(adapter, []).append((slice(begin, end), ordered))
 
         def adapted(x: Tensor) -> Tensor:

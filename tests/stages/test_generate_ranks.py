@@ -291,7 +291,7 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(
         run(
             "quantize",
             "--no-export",
-            family_model("codegen"),
+            family_model("mpt"),
             "-o",
             tmp_path / "2",
             "--scheme",
@@ -304,7 +304,7 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(
     capsys.readouterr()
     assert run("generate", tmp_path / "4", "--prompt", "x", "--ranks", "2") == 6
     assert (
-        "2 ranks share the lean decoder: it does not know the layers of codegen"
+        "2 ranks share the lean decoder: it does not know the layers of mpt"
         in capsys.readouterr().err
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.llama_cpp.gguf import Header
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, epsilon_field, rope_factors
-from quantflow.models.family import FAMILIES, DecoderDesign, FamilyRow, GgufDesign
+from quantflow.models.family import FAMILIES, DecoderDesign, FamilyRow, GgufDesign, KvHeads
 
 ARCHITECTURE = "general.architecture"
 _CONVERT = "give the model's Hugging Face folder, or convert it with transformers"
@@ -121,7 +121,7 @@ def config_from(header: Header, path: Path, *, factors: Tensor | None = None) ->
     if isinstance(design.parallel_residual, str):
         parallel = bool(fields.get("use_parallel_residual", True))
         config[design.parallel_residual] = parallel
-    if not row.by_head:
+    if design.kv_heads is KvHeads.COUNTED:
         config["num_key_value_heads"] = fields.count("attention.head_count_kv", heads)
         if size * heads != hidden or "head_dim" in design.defaults:
             config["head_dim"] = size

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.llama_cpp.mixture_designs import MIXTURE_DESIGNS
-from quantflow.models.family import FAMILIES, FamilyRow, GgufDesign
+from quantflow.models.family import BY_HEAD, FAMILIES, FamilyRow, GgufDesign
 
 Order = Literal["stored", "rotary", "fused", "values", "keys"]
 # A role's modules in the checkpoint, their names in the file, and sizes of their weights.
@@ -100,7 +100,7 @@ def _architecture(row: FamilyRow, gguf: GgufDesign) -> Architecture:
     orders: dict[str, Order] = {}
     if gguf.rotary_pairs:
         orders = dict.fromkeys(ours.qkv[:2], "rotary")
-    elif row.by_head:
+    elif row.fused == BY_HEAD:
         orders = dict.fromkeys(ours.qkv, "fused")
     return Architecture(
         name=gguf.architecture,

@@ -22,8 +22,10 @@ hidden state to the latents of multi-head latent attention, whose cache has one 
 holds all latents, and its own heads' way to and from them.
 
 Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and
-shapes of its rows. A linear that holds several (q, k and v; gate and up) is several of these first.
-Key and value heads that are fewer than the ranks are held by several. Source of the usual cut:
+shapes of its rows. A linear that holds several (q, k and v; gate and up) is several of these first;
+where heads lie in blocks of queries, keys and values, a rank has whole blocks or a part of one. Key
+and value heads that are fewer than the ranks are held by several. Where all queries share one of
+each, as in Falcon 7B with its 71, ranks may have unequal numbers of heads. Source of the usual cut:
 Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
@@ -77,24 +79,30 @@ class Ranks:
         """
         rank, world = communicator.rank, communicator.world
         self.world = world
-        whole, blueprint = _taken_apart(artifact, world)
-        self._communicator, self._spans = communicator, _fitting_spans(whole, blueprint, world)
+        whole, blueprint = _taken_apart(artifact, world, rank=rank)
+        self._communicator = communicator
+        self._spans = _fitting_spans(artifact, whole, blueprint, world)
         self.artifact = _share(whole, blueprint, self._spans, rank=rank, world=world)
         heads, latent = blueprint.heads, blueprint.latent
+        of_ranks = _query_heads(blueprint, world)
+        first, count = of_ranks[rank]
         own = replace(
             heads,
-            num_heads=heads.num_heads // world,
+            num_heads=count,
             num_kv_heads=_kv_heads(blueprint, world)[rank][1],
-            slopes=heads.slopes[rank * (heads.num_heads // world) :][: heads.num_heads // world],
+            slopes=heads.slopes[first : first + count],
         )
-        self.blueprint = replace(blueprint, heads=own)
+        blocks = max(1, (blueprint.fused.blocks or 1) // world)
+        fused = replace(blueprint.fused, blocks=blocks)
+        self.blueprint = replace(blueprint, heads=own, fused=fused)
         # kv heads, in order, each from the first rank that holds it
         self._first_holders = [
             index
             for index, (first, _) in enumerate(_kv_heads(blueprint, world))
             if index == 0 or first != _kv_heads(blueprint, world)[index - 1][0]
         ]
-        self._attended = own.num_heads * (heads.head_dim if latent is None else latent.value)
+        width = heads.head_dim if latent is None else latent.value
+        self._attended = [count * width for _, count in of_ranks]
 
     def attention(self, product: TensorFunction, name: str) -> TensorFunction:
         """The function from what the rank's heads attended to, to all features of the hidden state.
@@ -103,7 +111,7 @@ class Ranks:
             product: attention's last linear, from all heads to the rank's rows.
             name: name of that linear.
         """
-        return self._across(product, [self._attended] * self._communicator.world, name)
+        return self._across(product, self._attended, name)
 
     def across(self, product: TensorFunction, feeder: str, name: str) -> TensorFunction:
         """The function from the rank's part of an input to all features of a linear.
@@ -231,21 +239,42 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do,
             up to one per head.
     """
-    return _fitting_spans(*_taken_apart(artifact, world), world)
+    return _fitting_spans(artifact, *_taken_apart(artifact, world, rank=0), world)
 
 
-def _fitting_spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans]:
-    """The spans of an artifact whose linears are apart; see `spans_of`."""
-    spans = _spans(artifact, blueprint, world)
+def _fitting_spans(
+    artifact: Artifact, apart: Artifact, blueprint: Blueprint, world: int
+) -> dict[str, Spans]:
+    """The spans of an artifact whose linears are apart; see `spans_of`.
+
+    Args:
+        artifact: the whole.
+        apart: the same, its linears apart.
+        blueprint: the model of `apart`.
+        world: number of ranks.
+    """
+    spans = _spans(apart, blueprint, world)
     if isinstance(spans, str):
         counts = range(1, blueprint.heads.num_heads + 1)
-        fitting = [
-            str(count)
-            for count in counts
-            if not isinstance(_spans(artifact, blueprint, count), str)
-        ]
-        raise UsageError(f"{world} ranks: {spans}", f"use {' or '.join(fitting)} ranks")
+        fitting = [str(count) for count in counts if _fits(artifact, count)]
+        raise UsageError(f"{world} ranks: {spans}", f"use {_alternatives(fitting)} ranks")
     return spans
+
+
+def _alternatives(counts: Sequence[str]) -> str:
+    """Numbers of ranks as a message has them: `1 or 2 or 4`, or `1 to 71`."""
+    if len(counts) > 4 and counts[-1] == str(len(counts)):
+        return f"1 to {counts[-1]}"
+    return " or ".join(counts)
+
+
+def _fits(artifact: Artifact, world: int) -> bool:
+    """Whether so many ranks can share an artifact."""
+    try:
+        apart, blueprint = _taken_apart(artifact, world, rank=0)
+    except UnsupportedError:  # a block of scales lies in two linears
+        return False
+    return not isinstance(_spans(apart, blueprint, world), str)
 
 
 @dataclass
@@ -296,8 +325,11 @@ class _Headers:
         return replace(artifact, checkpoint=checkpoint, linears=self.linears)
 
 
-def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
+def _taken_apart(artifact: Artifact, world: int, *, rank: int) -> tuple[Artifact, Blueprint]:
     """The artifact and its model with a linear for each of those that one linear holds.
+
+    A linear of queries, keys and values stays one where a rank has whole blocks of its heads. Where
+    it has a part of one, the linears are those of the rank's block.
 
     Raises:
         UnsupportedError: see `spans_of`.
@@ -325,10 +357,11 @@ def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
     names, heads, mixture = blueprint.names, blueprint.heads, blueprint.mixture
     headers = _Headers(dict(artifact.checkpoint.tensors), dict(artifact.linears))
 
-    def apart(prefix: str, name: str, sizes: Sequence[int]) -> None:
+    def apart(prefix: str, name: str, sizes: Sequence[int], *, first: int = 0) -> None:
         whole = f"{prefix}.{name}"
-        edges, unit = [*accumulate(sizes, initial=0)], _unit(artifact, whole)
-        if whole in artifact.linears and any(edge % unit for edge in edges[:-1]):
+        edges, unit = [*accumulate(sizes, initial=first)], _unit(artifact, whole)
+        edges = [edge for edge in edges if edge < _rows(artifact, whole)]
+        if whole in artifact.linears and any(edge % unit for edge in edges):
             raise UnsupportedError(
                 f"{world} ranks: {whole}: linears of {', '.join(map(str, sizes))} rows, whose "
                 f"scales are of {unit} rows",
@@ -336,13 +369,14 @@ def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
             )
         headers.cut_(whole, [*zip(_parts(whole, len(sizes)), edges, sizes, strict=False)])
 
-    fused = len(names.qkv) == 1 and not blueprint.by_head and blueprint.latent is None
+    blocks, counts = _blocks(blueprint), _heads_of_block(blueprint)
+    fused = len(names.qkv) == 1 and blocks % world != 0 and world % blocks == 0
+    sizes = [counts[part] * heads.head_dim for part in blueprint.fused.order]
     gated = blueprint.form.gated
     for index in range(blueprint.layers):
         prefix = f"{names.layers}.{index}"
         if fused:
-            counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-            apart(prefix, names.qkv[0], [count * heads.head_dim for count in counts])
+            apart(prefix, names.qkv[0], sizes, first=rank * blocks // world * sum(sizes))
         if gated and len(names.up) == 1 and not blueprint.sparse[index]:
             half = _rows(artifact, f"{prefix}.{names.up[0]}") // 2
             apart(prefix, names.up[0], [half, half])
@@ -351,7 +385,8 @@ def _taken_apart(artifact: Artifact, world: int) -> tuple[Artifact, Blueprint]:
             half = _rows(artifact, f"{place}.{mixture.shared[0]}") // 2
             apart(place, mixture.shared[0], [half, half])
     if fused:
-        names = replace(names, qkv=_parts(names.qkv[0], 3))
+        parts = dict(zip(blueprint.fused.order, _parts(names.qkv[0], 3), strict=True))
+        names = replace(names, qkv=(parts["q"], parts["k"], parts["v"]))
     if gated and len(names.up) == 1:
         names = replace(names, up=_parts(names.up[0], 2))
     if gated and mixture is not None and len(mixture.shared) == 2:
@@ -364,6 +399,25 @@ def _parts(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}.{number}" for number in range(count))
 
 
+def _blocks(blueprint: Blueprint) -> int:
+    """The number of blocks that heads lie in; 1 where nothing is fused."""
+    return 1 if blueprint.fused.blocks is None else blueprint.fused.blocks
+
+
+def _heads_of_block(blueprint: Blueprint) -> dict[str, int]:
+    """The number of queries, keys and values in a block of heads."""
+    heads, blocks = blueprint.heads, _blocks(blueprint)
+    kv_heads = heads.num_kv_heads // blocks
+    return {"q": heads.num_heads // blocks, "k": kv_heads, "v": kv_heads}
+
+
+def _query_heads(blueprint: Blueprint, world: int) -> Spans:
+    """The first query head of each rank and how many it holds."""
+    count = blueprint.heads.num_heads
+    edges = [rank * count // world for rank in range(world + 1)]
+    return [(begin, end - begin) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
 def _kv_heads(blueprint: Blueprint, world: int) -> Spans:
     """The first kv head of each rank and how many it holds; several hold one where they are few."""
     count = blueprint.heads.num_kv_heads
@@ -373,8 +427,11 @@ def _kv_heads(blueprint: Blueprint, world: int) -> Spans:
 def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
     """The spans, or a sentence about what does not divide."""
     heads, names = blueprint.heads, blueprint.names
-    if heads.num_heads % world or (heads.num_kv_heads % world and world % heads.num_kv_heads):
+    if not _heads_go_whole(blueprint, world):
         return f"{heads.num_heads} heads, {heads.num_kv_heads} of keys and values, do not go whole"
+    blocks = _blocks(blueprint)
+    if len(names.qkv) == 1 and blocks % world:  # else the linear is taken apart
+        return f"{heads.num_heads} heads that lie in {blocks} blocks do not go whole"
     spans: dict[str, Spans] = {}
     others = [[names.embedding], [artifact.head]]
     for index in range(blueprint.layers):
@@ -403,13 +460,33 @@ def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Sp
     return spans
 
 
+def _heads_go_whole(blueprint: Blueprint, world: int) -> bool:
+    """Whether every rank has heads of its own, and the keys and values that they need."""
+    heads = blueprint.heads
+    if heads.num_kv_heads == 1 and blueprint.latent is None and not heads.whole_norms:
+        return world <= heads.num_heads
+    return heads.num_heads % world == 0 and (
+        heads.num_kv_heads % world == 0 or world % heads.num_kv_heads == 0
+    )
+
+
 def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
-    """The rows of each rank of the linears of a layer that make heads, by their names."""
+    """The rows of each rank of the linears of a layer that make heads, by their names.
+
+    Those of a linear that was taken apart are of the rank's block.
+    """
     heads, names, latent = blueprint.heads, blueprint.names, blueprint.latent
-    own = heads.num_heads // world
+    blocks, counts = _blocks(blueprint), _heads_of_block(blueprint)
+    places = [rank * blocks // world for rank in range(world)]  # of each rank's first block
+
+    def rows(of_ranks: Spans, of_block: int, features: int) -> Spans:
+        return [
+            ((first - place * of_block) * features, count * features)
+            for (first, count), place in zip(of_ranks, places, strict=True)
+        ]
 
     def queries(features: int) -> Spans:
-        return [(rank * own * features, own * features) for rank in range(world)]
+        return rows(_query_heads(blueprint, world), counts["q"], features)
 
     if latent is not None:
         query = names.qkv[0] if latent.compressed is None else latent.names.query_up
@@ -417,12 +494,10 @@ def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
             query: queries(latent.plain + latent.rotated),
             latent.names.up: queries(latent.plain + latent.value),
         }
-    if blueprint.by_head:
-        return {names.qkv[0]: queries(3 * heads.head_dim)}
-    copied = [
-        (first * heads.head_dim, count * heads.head_dim)
-        for first, count in _kv_heads(blueprint, world)
-    ]
+    if len(names.qkv) == 1:
+        own = sum(counts.values()) * heads.head_dim * blocks // world  # of whole blocks
+        return {names.qkv[0]: [(rank * own, own) for rank in range(world)]}
+    copied = rows(_kv_heads(blueprint, world), counts["k"], heads.head_dim)
     query, *same = names.qkv
     return {query: queries(heads.head_dim)} | dict.fromkeys(same, copied)
 
@@ -499,19 +574,18 @@ def _share(
     headers = _Headers(dict(artifact.checkpoint.tensors), dict(artifact.linears))
     for name, rows in spans.items():
         headers.cut_(name, [(name, *rows[rank])])
-    names, num_heads = blueprint.names, blueprint.heads.num_heads
-    first, count = _kv_heads(blueprint, world)[rank]
+    names, heads = blueprint.names, blueprint.heads
+    repeated = blueprint.repeated_cache
+    cached = heads.num_heads if repeated else heads.num_kv_heads
+    first, count = (_query_heads if repeated else _kv_heads)(blueprint, world)[rank]
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
         scale = headers.tensors.get(name)
-        if scale is not None and scale[1].shape[0] == blueprint.heads.num_kv_heads:
+        if scale is not None and scale[1].shape[0] == cached:
             headers.cut_tensor_(name, first, count)
     if names.sinks is not None:
+        own = _query_heads(blueprint, world)[rank]
         for index in range(blueprint.layers):
-            headers.cut_tensor_(
-                f"{names.layers}.{index}.{names.sinks}",
-                rank * (num_heads // world),
-                num_heads // world,
-            )
+            headers.cut_tensor_(f"{names.layers}.{index}.{names.sinks}", *own)
     bias = f"{names.head}.bias"
     if artifact.head == names.embedding and bias in headers.tensors:  # of a tied head
         headers.cut_tensor_(bias, *spans[names.embedding][rank])

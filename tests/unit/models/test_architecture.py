@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
 
 from quantflow.models.architecture import NEUTRAL, Blueprint, read
 from quantflow.models.family import FAMILIES
@@ -29,7 +30,7 @@ SIZES = {
 }
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True}
 # families whose heads all have keys and values of their own, or another key for their number
-ALL_HEADS = ("gpt_neox", "bloom", "dbrx", "gpt2", "opt")
+ALL_HEADS = ("gpt_neox", "bloom", "dbrx", "gpt2", "gpt_bigcode", "opt", "falcon", "gptj", "codegen")
 LLAMA = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 
@@ -74,6 +75,8 @@ def runs(family):
     if family == "dbrx":  # its modules do not run without these keys
         attention = {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}
         return {"d_model": 64, "attn_config": attention}
+    if family in ("gptj", "codegen"):  # as many features as a head has
+        return {"rotary_dim": 16}
     return {"layer_types": ["attention"] * 2} if family == "granitemoehybrid" else {}
 
 
@@ -817,6 +820,86 @@ def test_opt_has_linears_behind_narrow_embeddings_alone():
     )
 
 
+FALCON_7B, FALCON_40B, FALCON_180B, GPTJ_6B = (
+    json.loads((ROOT / f"benchmarks/released/{name}.json").read_text())["config"]
+    for name in ("falcon-7b", "falcon-40b", "falcon-180b-chat", "gpt-j-6b")
+)
+FALCON_RW = FALCON_7B | {
+    "alibi": True,
+    "bias": True,
+    "multi_query": False,
+    "parallel_attn": False,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "vocab_size": 50304,
+}
+
+
+def test_falcons_generations_have_their_heads_and_norms():
+    found = {
+        name: read(config)
+        for name, config in (("7b", FALCON_7B | {"num_kv_heads": 71}), ("40b", FALCON_40B),
+                             ("180b", FALCON_180B), ("rw", FALCON_RW))
+    }  # fmt: skip
+    assert all(isinstance(each, Blueprint) for each in found.values()), found
+    heads = {name: (each.heads.num_heads, each.heads.num_kv_heads, each.heads.head_dim)
+             for name, each in found.items()}  # fmt: skip
+    assert heads == {
+        "7b": (71, 1, 64), "40b": (128, 8, 64), "180b": (232, 8, 64), "rw": (32, 32, 64)
+    }  # fmt: skip
+    assert {name: each.fused.blocks for name, each in found.items()} == {
+        "7b": 1, "40b": 8, "180b": 8, "rw": 32
+    }  # fmt: skip
+    norms = {name: (each.names.attention_norm, each.names.mlp_norm, each.form.parallel)
+             for name, each in found.items()}  # fmt: skip
+    twins = ("ln_attn", "ln_mlp", True)
+    assert norms == {
+        "7b": ("input_layernorm", "input_layernorm", True),
+        "40b": twins,
+        "180b": twins,
+        "rw": ("input_layernorm", "post_attention_layernorm", False),
+    }
+    assert found["rw"].ropes == () and len(found["rw"].heads.slopes) == 32
+    one_norm = read(FALCON_180B | {"num_ln_in_parallel_attn": 1}).names
+    assert one_norm.attention_norm == one_norm.mlp_norm == "input_layernorm"
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (FALCON_40B | {"parallel_attn": False}, "it knows no layers with new_decoder_architecture="
+         "True, parallel_attn=False and num_ln_in_parallel_attn=2 of config.json"),
+        (FALCON_7B | {"num_ln_in_parallel_attn": 2}, "it knows no layers with new_decoder_architec"
+         "ture=False, parallel_attn=True and num_ln_in_parallel_attn=2 of config.json"),
+        (FALCON_RW | {"num_kv_heads": 8}, "num_kv_heads of config.json is 8, of 32 heads that all "
+         "have keys of their own without multi_query"),
+        (FALCON_40B | {"num_kv_heads": 7}, "7 heads of keys and values do not divide 128 heads"),
+        (FALCON_7B | {"apply_residual_connection_post_layernorm": True}, "it knows apply_residual_"
+         "connection_post_layernorm=False of config.json, not True"),
+        (GPTJ_6B | {"rotary_dim": None}, "rotary_dim of config.json is None, no positive integer"),
+        (GPTJ_6B | {"rotary_dim": 512}, "it rotates pairs of features, rotary_dim of config.json "
+         "is 512 of the 256 of a head"),
+        (GPTJ_6B | {"rope_theta": 20000.0}, "it does not know what rope_theta=20000.0 of config."
+         "json does"),
+        (GPTJ_6B | {"model_type": "codegen", "n_head": 14, "n_embd": 3584}, "14 heads, 14 of keys "
+         "and values, do not lie in 4 blocks"),
+    ],
+)  # fmt: skip
+def test_what_falcon_gptj_and_codegen_cannot_be_is_a_no(config, told):
+    assert read(config) == told
+
+
+def test_gptj_and_codegen_differ_by_how_queries_keys_and_values_lie():
+    gptj = read(GPTJ_6B)
+    codegen = read(GPTJ_6B | {"model_type": "codegen"})
+    assert isinstance(gptj, Blueprint) and isinstance(codegen, Blueprint), (gptj, codegen)
+    assert gptj.ropes == codegen.ropes and gptj.ropes[0].dim == 64 and gptj.rotary_pairs
+    assert (codegen.fused.blocks, codegen.fused.order) == (4, "qvk")
+    assert gptj.names.qkv == ("attn.q_proj", "attn.k_proj", "attn.v_proj")
+    assert gptj.names.mlp_norm == gptj.names.attention_norm == "ln_1" and gptj.form.parallel
+
+
 BLOOM_560M = {
     "model_type": "bloom",
     "architectures": ["BloomForCausalLM"],
@@ -847,6 +930,15 @@ def test_older_names_of_keys_are_read_and_may_not_contradict_the_newer_ones():
         "n_embed=1024 of config.json differs from hidden_size=512"
     )
     assert "slow_but_exact" in str(read(BLOOM_560M | {"slow_but_exact": True}))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 16, 112])
+def test_slopes_of_falcon_in_bfloat16_are_those_of_transformers(heads):
+    found = read({**FALCON_RW, "hidden_size": 64 * heads, "num_attention_heads": heads}).heads
+    assert found.rounded_alibi
+    mask = torch.ones(1, 2, dtype=torch.int64)  # of two positions, the second has the slopes
+    theirs = modeling_falcon.build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
+    assert torch.equal(torch.tensor(found.slopes).bfloat16().float(), theirs)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 16, 112])

@@ -68,6 +68,17 @@ def configurations(family):
     if family == "opt":  # as 350m has them
         yield theirs(**sizes, word_embed_proj_dim=32, do_layer_norm_before=False), {}
         yield theirs(**sizes, enable_bias=False, _remove_final_layer_norm=True), {}
+    if family == "gpt_bigcode":
+        yield theirs(**sizes, multi_query=False, n_inner=96), {}
+    if family in ("gptj", "codegen"):
+        sizes |= {"rotary_dim": 16}
+        yield theirs(**sizes, n_inner=96), {}
+    if family == "falcon":
+        new = {"new_decoder_architecture": True, "num_kv_heads": 2}
+        yield theirs(**sizes, **new, ffn_hidden_size=96), {}
+        apart = {"tie_word_embeddings": False}
+        yield theirs(**sizes, **new, num_ln_in_parallel_attn=1, **apart), apart
+        yield theirs(**sizes, multi_query=False, parallel_attn=False, alibi=True, bias=True), {}
     if family == "granitemoehybrid":
         sizes |= {"layer_types": ["attention"] * SIZES["num_hidden_layers"]}
         yield theirs(**sizes | {"num_local_experts": 0}), {}

@@ -10,14 +10,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
+    CodeGenConfig,
     DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GraniteConfig,
     Llama4TextConfig,
@@ -87,6 +91,17 @@ ALIKE = {key: value for key, value in SIZES.items() if key != "num_key_value_hea
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
 GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def falcon(**more):
+    """The configuration of a small Falcon; without more, of one generation with 7b's."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    return FalconConfig(
+        **sizes | {"bos_token_id": 1, "eos_token_id": 2} | more,
+        architectures=["FalconForCausalLM"],
+    )
+
+
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
@@ -226,6 +241,33 @@ FAMILIES = {
         _remove_final_layer_norm=True,
         activation_function="gelu",
         architectures=["OPTForCausalLM"],
+    ),
+    "falcon, a kv head for all, as 7b": falcon(num_kv_heads=4),
+    "falcon, groups and two norms, as 40b": falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon, groups and one norm, as 11b": falcon(
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        num_ln_in_parallel_attn=1,
+        ffn_hidden_size=96,
+        rope_parameters={"rope_type": "default", "rope_theta": 500042.0},
+        tie_word_embeddings=False,
+    ),
+    "falcon, one branch after the other and alibi, as rw": falcon(
+        alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "falcon, alibi over one kv head": falcon(
+        hidden_size=96, num_attention_heads=6, alibi=True, activation="relu"
+    ),
+    "gpt_bigcode": GPTBigCodeConfig(**GPT, architectures=["GPTBigCodeForCausalLM"]),
+    "gpt_bigcode, keys for each head": GPTBigCodeConfig(
+        **GPT, n_inner=96, multi_query=False, architectures=["GPTBigCodeForCausalLM"]
+    ),
+    "gptj": GPTJConfig(**GPT | {"n_embd": 128}, rotary_dim=16, architectures=["GPTJForCausalLM"]),
+    "gptj, whole heads rotated and a narrow MLP": GPTJConfig(
+        **GPT, n_inner=96, rotary_dim=16, architectures=["GPTJForCausalLM"]
+    ),
+    "codegen": CodeGenConfig(
+        **GPT | {"n_embd": 256, "n_head": 8}, rotary_dim=16, architectures=["CodeGenForCausalLM"]
     ),
     "starcoder2": Starcoder2Config(
         **SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]
@@ -696,18 +738,30 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
-@pytest.mark.parametrize("family", ["llama", "llama, seven to a head", "mistral, a window of 6"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "llama, seven to a head",
+        "mistral, a window of 6",
+        "falcon, groups and two norms, as 40b",  # in whose cache transformers repeats kv heads
+    ],
+)
 def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_rounded_by_them(
     family, scheme, tmp_path, make_artifact, monkeypatch
 ):
     config = FAMILIES[family]
     model = make_artifact(tmp_path, config, W8A16)
-    heads = 1 if scheme.granularity == "per_tensor" else config.num_key_value_heads
+    of_falcon = isinstance(config, FalconConfig)
+    heads = config.num_kv_heads if of_falcon else config.num_key_value_heads
+    repeats = config.num_attention_heads // heads if of_falcon else 1
+    if scheme.granularity == "per_tensor":
+        heads = repeats = 1
     scales = [
         kv_scales(
             scheme,
-            keys=torch.linspace(0.4, 0.9, heads) * (layer + 1),
-            values=torch.linspace(0.2, 0.4, heads),
+            keys=torch.linspace(0.4, 0.9, heads).repeat_interleave(repeats) * (layer + 1),
+            values=torch.linspace(0.2, 0.4, heads).repeat_interleave(repeats),
         )
         for layer in (0, 1)
     ]
@@ -974,6 +1028,9 @@ def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
         "llama4, queries that grow",
         "gpt2",
         "opt, norms behind and narrow embeddings, as 350m",
+        "falcon, groups and two norms, as 40b",
+        "falcon, alibi over one kv head",
+        "codegen",
     ],
 )
 def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
@@ -1062,3 +1119,31 @@ def test_a_mixture_that_is_not_quantized_has_the_bits_of_one_call_for_each_produ
             )
             apart = walk(LeanDecoder(artifact))
         assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize("rows", ["together", "in blocks"])
+def test_alibi_in_bfloat16_is_that_of_transformers_at_far_positions(rows, tmp_path, make_artifact):
+    """Beyond 256 positions bfloat16 rounds positions too: distances alone would be other ones."""
+    config = falcon(
+        hidden_size=96, num_attention_heads=6, num_hidden_layers=1, alibi=True, multi_query=False
+    )
+    model = make_artifact(tmp_path, config, W8A16)
+    decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
+    prompt, padding = ids(2, 700, 0), torch.tensor([0, 133])
+    mask = torch.arange(700) >= padding[:, None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    theirs = model(prompt, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
+    if rows == "together":
+        decoder.begin(rows=2, capacity=700)
+        ours = decoder.forward(prompt, padding=padding)
+    else:
+        decoder.begin_blocks(blocks=24, columns=64, positions=700)
+        first = torch.tensor([0, 700, 1267])
+        ours = decoder.forward_rows(
+            torch.cat([prompt[0], prompt[1, 133:]]),
+            first=first,
+            start=torch.zeros(2, dtype=torch.int64),
+            table=torch.arange(24).view(2, 12),
+            wanted=first[1:] - 1,
+        )
+    assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    CodeGenConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
@@ -36,6 +39,8 @@ SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+FALCON = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+FALCON |= {"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "llama": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
     "gemma2": Gemma2Config(
@@ -68,6 +73,19 @@ MODELS = {
     "gpt_neox": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
     "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
     "gpt2": GPT2Config(**GPT, n_positions=64, architectures=["GPT2LMHeadModel"]),
+    "falcon, as 40b": FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, architectures=["FalconForCausalLM"]
+    ),
+    "falcon, as rw": FalconConfig(
+        **FALCON | {"hidden_size": 96, "num_attention_heads": 6},
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+        architectures=["FalconForCausalLM"],
+    ),
+    "gptj": GPTJConfig(**GPT, rotary_dim=8, architectures=["GPTJForCausalLM"]),
+    "codegen": CodeGenConfig(**GPT, rotary_dim=8, architectures=["CodeGenForCausalLM"]),
     "opt, as 350m": OPTConfig(
         **SIZES,
         **PAD,
@@ -111,6 +129,10 @@ def heads(**changes):
     return lambda made: replace(made, heads=replace(made.heads, **changes))
 
 
+def fused(**changes):
+    return lambda made: replace(made, fused=replace(made.fused, **changes))
+
+
 WRONG = [
     ("llama", form(activation="gelu_tanh"), "layer 0"),
     ("llama", heads(eps=1e-3), "layer 0"),
@@ -126,6 +148,13 @@ WRONG = [
     ("smollm3", lambda made: replace(made, rope_of_layer=(0, 0)), "layer 1"),
     ("gpt_neox", form(parallel=False), "layer 0"),
     ("phi", form(centered=False), "layer 0"),
+    ("falcon, as 40b", form(parallel=False), "layer 0"),
+    ("falcon, as 40b", fused(blocks=1), "layer 0"),
+    ("falcon, as rw", heads(rounded_alibi=False), "layer 0"),
+    ("falcon, as rw", heads(slopes=()), "layer 0"),
+    ("gptj", form(parallel=False), "layer 0"),
+    ("codegen", fused(order="qkv"), "layer 0"),
+    ("codegen", fused(blocks=1), "layer 0"),
     ("opt, as 350m", lambda made: replace(made, position_offset=1), "the embedding"),
     ("opt, as 350m", form(post=False), "layer 0"),
     ("opt, as 350m", form(activation="gelu"), "layer 0"),

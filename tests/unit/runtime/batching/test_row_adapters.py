@@ -58,6 +58,18 @@ def adapted(folder, adapters, **options):
                 "gpt_neox.layers.1.mlp.dense_4h_to_h": (64, 128),
             },
         ),
+        (
+            "gptj",  # whose neighbouring features are rotated together
+            {
+                "transformer.h.0.attn.q_proj": (64, 64),
+                "transformer.h.0.attn.v_proj": (64, 64),
+                "transformer.h.1.mlp.fc_in": (128, 64),
+            },
+        ),
+        (
+            "codegen",  # whose heads lie in four blocks
+            {"transformer.h.0.attn.qkv_proj": (192, 64)},
+        ),
     ],
 )
 def test_an_adapter_gives_what_the_merged_weights_give(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import CodeGenConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
@@ -171,6 +171,30 @@ LEARNED = [
 ]
 
 
+# Family -> numbers of ranks. 40b's heads lie in two blocks and codegen's in four, of which a rank
+# has whole ones or a part; one kv head serves unequal numbers of queries of each rank.
+BLOCKS = {
+    "falcon, a kv head for all, as 7b": (2, 3, 4),
+    "falcon, groups and two norms, as 40b": (2, 4),
+    "falcon, groups and one norm, as 11b": (4,),
+    "falcon, one branch after the other and alibi, as rw": (2,),
+    "falcon, alibi over one kv head": (4, 5),
+    "gpt_bigcode": (3,),
+    "gpt_bigcode, keys for each head": (2,),
+    "gptj": (4,),
+    "codegen": (2, 4, 8),
+}
+
+
+@exact
+@pytest.mark.parametrize("family", BLOCKS)
+def test_heads_in_blocks_have_the_bits_of_one_process(family, tmp_path, make_artifact, shared):
+    make_artifact(tmp_path, LEAN_FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
+    expected = alone(tmp_path, short_walk)
+    for world in BLOCKS[family]:
+        assert equal(shared(tmp_path, world, short_walk), expected), world
+
+
 @exact
 @pytest.mark.parametrize("family", [*MIXTURES, *LEARNED])
 def test_logits_of_mixtures_and_of_learned_positions_have_the_bits_of_one_process(
@@ -209,7 +233,7 @@ def test_logits_of_all_that_the_lean_decoder_runs_have_the_bits_of_one_process(
 def test_what_is_not_quantized_and_a_linear_of_several_have_the_bits_of_one_process(
     tmp_path, shared
 ):
-    for family in ("deepseek_v3", "granitemoeshared", "phi3", "bloom", "gpt2"):
+    for family in ("deepseek_v3", "granitemoeshared", "phi3", "bloom", "gpt2", "codegen"):
         random_model(LEAN_FAMILIES[family]).save_pretrained(tmp_path / family)
         expected = alone(tmp_path / family, short_walk)
         assert equal(shared(tmp_path / family, 2, short_walk), expected), family
@@ -417,6 +441,19 @@ def test_a_rank_reads_and_holds_its_rows_and_norms_alone(
         (LLAMA, W4A16, 8, "8 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 "
                           "or 4 ranks"),
         (
+            LEAN_FAMILIES["falcon, a kv head for all, as 7b"],
+            with_group_size(PRESETS["W4A16"], 16), 5,
+            "5 ranks: 4 heads, 1 of keys and values, do not go whole; use 1 or 2 or 3 or 4 ranks",
+        ),
+        (
+            CodeGenConfig(
+                n_embd=192, n_head=12, n_layer=1, vocab_size=96, bos_token_id=1, eos_token_id=2,
+                rotary_dim=16, architectures=["CodeGenForCausalLM"],
+            ),
+            with_group_size(PRESETS["W4A16"], 16), 6,
+            "6 ranks: 12 heads that lie in 4 blocks do not go whole; use 1 or 2 or 4 or 12 ranks",
+        ),
+        (
             LlamaConfig(**WHOLE | {"hidden_size": 128}, head_dim=128),
             PRESETS["FP8_BLOCK"], 2,
             "2 ranks: model.layers.0.self_attn.o_proj: 128 rows are not cut within 128, a rank "
@@ -431,7 +468,8 @@ def test_a_rank_reads_and_holds_its_rows_and_norms_alone(
             "use 1 ranks",
         ),
     ],
-    ids=["heads", "more than heads", "blocks of o_proj", "blocks of heads"],
+    ids=["heads", "more than heads", "one kv head", "blocks of heads that lie together",
+         "blocks of o_proj", "blocks of heads"],
 )  # fmt: skip
 def test_what_does_not_go_whole_is_refused_with_the_numbers_that_do(
     config, scheme, world, told, tmp_path, make_artifact
@@ -451,6 +489,24 @@ def test_rows_that_do_not_divide_are_shared_in_whole_blocks(tmp_path, make_artif
     assert spans["lm_head"] == [(0, 24), (24, 24), (48, 24), (72, 25)]  # 97 tokens
     # two heads on four ranks
     assert spans["model.layers.0.self_attn.v_proj"] == [(0, 128), (0, 128), (128, 128), (128, 128)]
+
+
+def test_scales_of_repeated_heads_go_with_the_queries_that_they_serve(
+    tmp_path, make_artifact, meeting
+):
+    family = "falcon, groups and two norms, as 40b"
+    make_artifact(tmp_path, LEAN_FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
+    artifact, attention = open_artifact(tmp_path), "transformer.h.0.self_attention"
+    scale = TensorInfo(name="k_scale", dtype="F32", shape=(4, 1, 1), offset=80, nbytes=16)
+    tensors = artifact.checkpoint.tensors | {f"{attention}.k_scale": ("x", scale)}
+    checkpoint = replace(artifact.checkpoint, tensors=tensors)
+    whole = replace(artifact, checkpoint=checkpoint, caches={attention: 4})
+    for world, count in ((2, 2), (4, 1)):
+        for rank in range(world):
+            own = Ranks(whole, meeting(rank, world)).artifact
+            info = own.checkpoint.infos[f"{attention}.k_scale"]
+            assert (info.shape, info.offset) == ((count, 1, 1), 80 + 4 * count * rank)
+            assert own.caches == {attention: count}
 
 
 def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact, meeting):
