@@ -58,6 +58,13 @@ def wrap_in_graph(model: nn.Module) -> None:
     _habana("hpu").wrap_in_hpu_graph(model)
 
 
+def compile_(model: nn.Module) -> None:
+    """Have torch.compile compile a model's forward for eager mode when it runs first."""
+    model.forward = torch.compile(
+        model.forward, dynamic=False, backend="hpu_backend", options={"keep_input_mutations": True}
+    )
+
+
 def fused_attention(
     query: Tensor,
     key: Tensor,

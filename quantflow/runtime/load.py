@@ -23,6 +23,7 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
 from quantflow.runtime.attention_choice import Attention
+from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.generation_config import end_tokens
 from quantflow.runtime.ranks.tensor_parallel import Ranks
@@ -90,6 +91,7 @@ def load(
     compiled: bool = False,
     attention: Attention | None = None,
     shapes: Shapes = NO_SHAPES,
+    gaudi: Gaudi = CAPTURED,
     communicator: Communicator | None = None,
     require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
@@ -120,6 +122,7 @@ def load(
             `auto` then means them.
         attention: how transformers' modules attend; `auto` then means them.
         shapes: shapes that transformers' modules run in; where any are fixed, `auto` means them.
+        gaudi: how a Gaudi runs transformers' modules.
         require_signature: public key, PEM, or identity that the signature beside the artifact has
             to have; checked first. The bytes that were checked are those that run, whatever becomes
             of the folder (`quantflow.files.sealed`).
@@ -228,7 +231,7 @@ def load(
 
     return with_modules(
         artifact,
-        filled(artifact),
+        filled(artifact, gaudi=gaudi),
         reason=reason,
         crops=crops,
         compiled=compiled,

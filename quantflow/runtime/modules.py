@@ -19,6 +19,7 @@ from quantflow.runtime import graphs, static_shapes
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.attention import choose_
 from quantflow.runtime.attention_choice import Attention
+from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import Loaded, loaded
 from quantflow.runtime.shapes import NO_SHAPES, Shapes
@@ -69,7 +70,7 @@ def with_modules(
             model,
             device=artifact.device,
             rules=shapes,
-            compilations=_compilations() if compiled else None,
+            compilations=compilations() if compiled else None,
             kv_scales=artifact.kv_scales(),
         )
         return loaded(artifact, in_shapes, model=model, reasons=tuple(reasons))
@@ -118,16 +119,25 @@ def _compile_(artifact: Artifact, model: PreTrainedModel, *, dynamic: bool) -> N
     model.forward = run if dynamic else forward
 
 
-def _compilations() -> Callable[[], int]:
+def compilations() -> Callable[[], int]:
     """A function that counts the graphs that torch.compile makes from now on."""
     counted = torch._dynamo.utils.counters["stats"]
     before = counted["unique_graphs"]
     return lambda: int(counted["unique_graphs"] - before)
 
 
-def filled(artifact: Artifact) -> PreTrainedModel:
-    """Transformers' model with an artifact's weights, on its device."""
-    if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
+def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
+    """Transformers' model with an artifact's weights, on its device.
+
+    Args:
+        artifact: artifact on the device.
+        gaudi: how a Gaudi runs it.
+
+    Raises:
+        UnsupportedError: experts, whose choice a graph would keep.
+    """
+    on_gaudi = artifact.device.type == hpu.NAME
+    if on_gaudi and gaudi.captures and graph_for(artifact.config).sparse:
         raise UnsupportedError(
             f"{artifact.checkpoint.folder}: experts on {hpu.NAME}: a graph that is replayed sends "
             "every token where the first went",
@@ -137,6 +147,8 @@ def filled(artifact: Artifact) -> PreTrainedModel:
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
     drop_unread_(model)
     model.to(artifact.device)
-    if artifact.device.type == hpu.NAME:
+    if on_gaudi and gaudi.captures:
         hpu.wrap_in_graph(model)
+    elif on_gaudi and gaudi.compiles:
+        hpu.compile_(model)
     return model

@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import BatchEncoding
 
+from quantflow.backends import cuda, hpu
 from quantflow.distributed.communicator import Communicator
 from quantflow.errors import InputError, QuantflowError, UnsupportedError
 from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
+from quantflow.runtime import graphs, row_modules
+from quantflow.runtime.attention_choice import attention_of
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.drafts import AheadDraft, MedusaDraft, RowDraft
 from quantflow.runtime.batching.trace import TracedSteps
@@ -31,6 +34,8 @@ from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.loaded_medusa import medusa_heads
 from quantflow.runtime.mtp import AheadLayer
+from quantflow.runtime.row_modules import RowModules
+from quantflow.runtime.shapes import NO_SHAPES, Shapes
 from quantflow.server import parsers
 from quantflow.server.characters import bound_of
 from quantflow.server.errors import Refused, bad_template, invalid, too_many_characters
@@ -107,6 +112,7 @@ class ServedModel:
         grammars: grammars that were compiled for it.
         defaults: settings of sampling where a request says nothing.
         speculation: what proposes tokens, in words; None: nothing does.
+        alone: why its rows run one after the other, in a sentence; None: they run together.
         max_input_tokens, max_total_tokens: limits of a request.
         used: a count that grows with each use of any model.
         rows: number of requests that it answers now, or that prepare to use it.
@@ -145,13 +151,15 @@ class ServedModel:
             )
         self.name, self.loaded, self.tokenizer = name, loaded, loaded.tokenizer
         limits = batch_limits(job.limits, positions=loaded.decoder.positions)
+        modules, self.alone = _together(loaded, job)
         self.engine = Engine(
-            loaded.decoder,
+            modules or loaded.decoder,
             limits=limits,
             tokenizer=loaded.tokenizer,
             kv_memory=job.kv_bytes,
             traced=traced_steps(name, job),
             draft=_draft(loaded, job, medusa),
+            buckets=job.buckets,
         )
         self.speculation = _speculation(job, medusa)
         self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
@@ -527,7 +535,12 @@ def open_model(folder: Path, job: ServeJob, communicator: Communicator | None = 
     dtype: torch.dtype = getattr(torch, job.dtype)
     return load(
         folder,
-        decoder=job.decoder,
+        decoder="transformers" if job.pads else job.decoder,
+        compiled=job.torch_compile,
+        attention=attention_of(job.attention),
+        # torch.compile then has a graph for each shape, and a model that has no shapes is refused
+        shapes=Shapes(static=True) if job.pads else NO_SHAPES,
+        gaudi=job.gaudi,
         kv_cache=job.kv_cache,
         backend=job.backend,
         dtype=dtype,
@@ -537,6 +550,40 @@ def open_model(folder: Path, job: ServeJob, communicator: Communicator | None = 
         require_signature=job.signature.trusted,
         communicator=communicator,
     )
+
+
+def _together(loaded: Loaded, job: ServeJob) -> tuple[RowModules | None, str | None]:
+    """Transformers' modules that run rows together, and why there are none.
+
+    They are where batches were asked for, and on a device that needs few shapes.
+
+    Raises:
+        UnsupportedError: batches were asked for, and the model cannot run in them.
+    """
+    if loaded.model is None:
+        return None, None
+    artifact, device = loaded.artifact, loaded.artifact.device
+    if not job.pads and device.type == "cpu":
+        return None, "transformers' modules run one row at a time without --batch-bucket-size"
+    if reason := row_modules.why_not(artifact):
+        if job.pads:
+            raise UnsupportedError(
+                f"{artifact.checkpoint.folder}: padded batches: {reason}", "leave them out"
+            )
+        return None, f"rows run one after the other: {reason}"
+    compiled = getattr(loaded.decoder, "compilations", None)
+    limited = device.type == hpu.NAME and job.gaudi.captures and job.gaudi.limit_graphs
+    on_gpu = device.type == cuda.NAME and not job.torch_compile
+    captured = on_gpu and graphs.why_not(artifact) is None
+    modules = RowModules(
+        loaded.model,
+        device=device,
+        kv_scales=artifact.kv_scales(),
+        prompt_options={"bypass_hpu_graphs": True} if limited else None,
+        compilations=compiled,
+        capture=partial(cuda.capture, device=device) if captured else None,
+    )
+    return modules, None
 
 
 def _draft(loaded: Loaded, job: ServeJob, medusa: Path | None) -> RowDraft | None:

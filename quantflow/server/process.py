@@ -6,6 +6,7 @@ ends the process with an error.
 """
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import signal
@@ -23,6 +24,7 @@ from quantflow import cpu_threads
 from quantflow.distributed.launch import launched_folder, launched_rank
 from quantflow.errors import EngineError, QuantflowError, ResourceError, UsageError
 from quantflow.progress import Progress
+from quantflow.runtime.batch_shapes import GAUDI
 from quantflow.runtime.batching import BatchRequest
 from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.generate_job import Lookup
@@ -95,6 +97,8 @@ def _world(job: ServeJob) -> int:
     without = {
         "the transformers decoder": job.decoder == "transformers",
         f"device {job.device}": job.device != "cpu",
+        "padded batches": job.pads,
+        "attention": bool(job.attention),
         "an adapter": bool(job.adapters),
         "further models": bool(job.models),
         f"speculate={job.speculate}": job.mtp_tokens > 0,
@@ -341,6 +345,9 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
         where = f", {job.ranks} ranks"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
+    if model.alone is not None:
+        lines.append(f"  {model.alone}")
+    lines += _shape_lines(job, models)
     lines.append(cpu_threads.line())
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     if model.speculation is not None:
@@ -367,8 +374,32 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     return lines
 
 
+def _shape_lines(job: ServeJob, models: Models) -> list[str]:
+    """How batches are padded and captured, and what of it another device would do."""
+    lines = []
+    if (shapes := models.first.engine.shapes()) is not None:
+        warmed = f"{len(shapes.warmed)} shapes are warmed up" if shapes.warmed else "no warm-up"
+        lines.append(f"batches are padded: {warmed}")
+    if job.device == GAUDI:
+        lines.append(f"{GAUDI}: {job.gaudi.line}")
+        return lines
+    given = [job.origins.get(field.name, "") for field in dataclasses.fields(job.gaudi)]
+    return [*lines, *(f"{name}: of {GAUDI}, not of {job.device}" for name in filter(None, given))]
+
+
 def closing_lines(models: Models) -> list[str]:
-    """The lines that are printed at the end: the guesses of each model that were right."""
+    """The lines that are printed at the end.
+
+    They say which shapes were run, and which of the guesses of each model were right.
+    """
+    shapes = [(model.name, model.engine.shapes()) for model in models.running]
+    return [
+        *(f"shapes of {name}: {found.line}" for name, found in shapes if found is not None),
+        *_guesses(models),
+    ]
+
+
+def _guesses(models: Models) -> list[str]:
     counted = [(model.name, model.engine.counters()) for model in models.running]
     return [
         f"speculation of {name}: {one.taken_tokens} of {one.proposed_tokens} proposed tokens taken "

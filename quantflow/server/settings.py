@@ -21,8 +21,11 @@ from quantflow.files.origin import origin_of
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.process_memory import available_bytes
 from quantflow.progress import SILENT, Progress
+from quantflow.runtime.attention_choice import ATTENTION_HELP, attention_of
+from quantflow.runtime.batch_shapes import Buckets, Gaudi
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
+    COMPILE_HELP,
     DECODER_HELP,
     DEVICE_HELP,
     DTYPES,
@@ -144,6 +147,8 @@ class ServeJob:
     Attributes:
         artifact: first model: a folder, a name on the hub or a GGUF file.
         limits: limits of requests.
+        buckets: sizes that batches on transformers' modules are padded to.
+        gaudi: how a Gaudi runs them.
         signature: signer that every artifact needs.
         origins: setting -> source of its value, for the table at the start.
     """
@@ -307,6 +312,8 @@ class ServeJob:
         help="TGI's routes take and give token ids, 1,2,3, in place of text.",
     )
     limits: Limits = Limits()
+    buckets: Buckets = Buckets()
+    gaudi: Gaudi = Gaudi()
     signature: RequiredSignature = RequiredSignature()
     kv_memory: str | None = _for_serve(
         None,
@@ -322,6 +329,8 @@ class ServeJob:
         "cpu", "--device", metavar="DEVICE", parse=device_flag, shown=True, help=DEVICE_HELP
     )
     decoder: str = _for_serve("auto", "--decoder", shown=True, help=DECODER_HELP)
+    torch_compile: bool = _for_serve(False, "--torch-compile", help=COMPILE_HELP)
+    attention: tuple[str, ...] = _for_serve((), "--attention", metavar="WORD", help=ATTENTION_HELP)
     pack: bool = _for_serve(
         False, "--pack", help="Keep the weights as kernels want them in ARTIFACT-packed."
     )
@@ -409,6 +418,12 @@ class ServeJob:
                 f"device {self.device} with engine vllm",
                 "leave it out: vLLM takes the GPUs that it sees",
             )
+        attention_of(self.attention)
+        if self.pads and self.decoder == "lean":
+            what = "torch_compile" if self.torch_compile else "padded batches"
+            raise UsageError(
+                f"{what} with the lean decoder, which pads nothing", "leave one of them out"
+            )
         if self.tensor_parallel is not None and self.engine != "vllm":
             raise UsageError(
                 "tensor_parallel without engine vllm",
@@ -467,6 +482,11 @@ class ServeJob:
         if not re.fullmatch(r"\s*[0-9]{1,4}\s*(,\s*[0-9]{1,4}\s*)*", self.profile_ranks):
             raise UsageError(f"profile_ranks={self.profile_ranks!r}", "use numbers, such as 0,1")
         return frozenset(map(int, self.profile_ranks.split(",")))
+
+    @property
+    def pads(self) -> bool:
+        """Whether batches on transformers' modules were asked for."""
+        return self.buckets.asked or self.torch_compile
 
     @property
     def lookup_tokens(self) -> int:

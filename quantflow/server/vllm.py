@@ -62,6 +62,13 @@ def command_of(job: ServeJob) -> list[str]:
                 raise UsageError(
                     f"{declared.flag} with --engine vllm", "leave it out: vLLM has no such option"
                 )
+    # variables are vLLM's too, where it runs on a Gaudi; options of this command line are not
+    for inner in (job.buckets, job.gaudi):
+        for field in dataclasses.fields(inner):
+            if (flag := job.origins.get(field.name, "")).startswith("--"):
+                raise UsageError(
+                    f"{flag} with --engine vllm", "leave it out: vLLM has no such option"
+                )
     _require_signed(job)
     read_manifest(job.artifact)  # an artifact, and no other folder
     config = read_json(job.artifact / "config.json")

@@ -6,20 +6,8 @@ docs/environment.md has every variable.
 import os
 from collections.abc import Mapping
 
-_UNPADDED = "batches and prompts are not padded to a size"
-_GRAPHS = "what is captured follows from the device"
-_ATTENTION = "how attention is computed is no choice"
 UNREAD = {
-    "BATCH_BUCKET_SIZE": _UNPADDED,
-    "PREFILL_BATCH_BUCKET_SIZE": _UNPADDED,
-    "PAD_SEQUENCE_TO_MULTIPLE_OF": _UNPADDED,
-    "WARMUP_ENABLED": "no shape has to be compiled before it runs",
-    "ENABLE_HPU_GRAPH": _GRAPHS,
-    "LIMIT_HPU_GRAPH": _GRAPHS,
-    "CUDA_GRAPHS": _GRAPHS,
     "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
-    "USE_FLASH_ATTENTION": _ATTENTION,
-    "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
     "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made",
 }  # what other servers read: `serve` says of one that is set why nothing happens
 

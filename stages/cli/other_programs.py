@@ -420,6 +420,13 @@ UNIFY: Spellings = {
     "--skip-unify-scales": LeftOut("scales are made from merged statistics, and never merged"),
     "-s": LeftOut("scales are made from merged statistics, and never merged"),
 }
+
+
+def _switched(word: str) -> ByValue:
+    """A word of `--attention` that a truth switches on."""
+    return ByValue({"TRUE": ("--attention", word), "FALSE": ()})
+
+
 _LOADED = LeftOut("the folder's config.json says how the model is quantized", ONE)
 _ON_THE_FLY = Instead(
     "quantize first: `quantflow quantize MODEL -o DIR --scheme W8A16`, or FP8_DYNAMIC; serve DIR"
@@ -451,7 +458,8 @@ SERVE: Spellings = {
     ),
     "--hostname": _value_of("--host"),
     "--kv-cache-dtype": ByValue({"AUTO": (), "FP8_E4M3FN": ("--kv-cache", "float8")}),
-    "--cuda-graphs": LeftOut(_GRAPHS.why, ONE),
+    "--use-flash-attention": _switched("fused"),
+    "--flash-attention-recompute": _switched("recompute"),
     "--cuda-memory-fraction": Instead(
         "give --kv-memory, a share such as 50%, or a size", ONE, words=("--kv-memory", "50%")
     ),
@@ -496,4 +504,6 @@ SERVE_VARIABLES = {
     "KV_CACHE_DTYPE": "--kv-cache-dtype",
     "LORA_ADAPTERS": "--lora-adapters",
     "TOKENIZER_CONFIG_PATH": "--tokenizer-config-path",
+    "USE_FLASH_ATTENTION": "--use-flash-attention",
+    "FLASH_ATTENTION_RECOMPUTE": "--flash-attention-recompute",
 }

@@ -6,6 +6,7 @@ Tested are limits that hold and their sources, older names, and variables that a
 import pytest
 
 from quantflow.errors import UsageError
+from quantflow.runtime.batch_shapes import Buckets, Gaudi
 from quantflow.server import settings
 from quantflow.server.models import batch_limits, traced_steps
 from quantflow.server.settings import ServeJob
@@ -130,3 +131,62 @@ def test_memory_for_keys_and_values_is_a_size_or_a_share_of_what_is_free(served,
     for wrong in ("0%", "101%", "half%", "%", "nan%"):
         with pytest.raises(UsageError, match=f"kv_memory={wrong}; give a size"):
             ServeJob(artifact=None, name="a", kv_memory=wrong)
+
+
+def test_the_variables_of_gaudis_buckets_are_read(served, monkeypatch):
+    assert served().buckets == Buckets() and not served().pads
+    monkeypatch.setenv("BATCH_BUCKET_SIZE", "16")
+    monkeypatch.setenv("PREFILL_BATCH_BUCKET_SIZE", "1")
+    monkeypatch.setenv("PAD_SEQUENCE_TO_MULTIPLE_OF", "128")
+    monkeypatch.setenv("WARMUP_ENABLED", "False")
+    job = served("--prefill-batch-bucket-size", "2")
+    assert job.buckets == Buckets(step_rows=16, prompt_rows=2, pad_to=128, warm_up=False)
+    assert job.pads and job.origins["step_rows"] == "BATCH_BUCKET_SIZE"
+    assert served("--warm-up").buckets.warm_up
+    served("--batch-bucket-size", "0", code=2)
+
+
+@pytest.mark.parametrize(
+    ("lazy", "enabled", "limited", "compiles", "steps", "prompts"),
+    [
+        ("1", "true", "false", False, True, True),
+        ("1", "true", "true", False, True, False),
+        ("1", "false", "false", False, False, False),
+        ("1", "false", "true", False, False, False),
+        *(
+            ("0", enabled, limited, True, False, False)
+            for enabled in ("true", "false")
+            for limited in ("true", "false")
+        ),
+    ],
+)
+def test_the_variables_of_gaudis_graphs_are_read(
+    served, monkeypatch, lazy, enabled, limited, compiles, steps, prompts
+):
+    assert served().gaudi == Gaudi()
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    monkeypatch.setenv("ENABLE_HPU_GRAPH", enabled)
+    monkeypatch.setenv("LIMIT_HPU_GRAPH", limited)
+    found = served().gaudi
+    assert (found.compiles, found.captures, found.captures_prompts) == (compiles, steps, prompts)
+
+
+def test_the_variables_of_flash_attention_are_read(served, monkeypatch, capsys):
+    assert served().attention == ()
+    monkeypatch.setenv("USE_FLASH_ATTENTION", "false")
+    assert served().attention == ()
+    monkeypatch.setenv("USE_FLASH_ATTENTION", "True")
+    assert served().attention == ("fused",)
+    monkeypatch.setenv("FLASH_ATTENTION_RECOMPUTE", "true")
+    assert served().attention == ("fused", "recompute")
+    monkeypatch.delenv("USE_FLASH_ATTENTION")
+    served(code=2)
+    assert "attention=recompute with none of eager, sdpa and fused" in capsys.readouterr().err
+
+
+def test_sizes_of_cuda_graphs_are_read(served, monkeypatch):
+    assert served().buckets.graph_sizes is None
+    assert served("--cuda-graphs", "1,2,4,8").buckets.graph_sizes == "1,2,4,8"
+    monkeypatch.setenv("CUDA_GRAPHS", "0")
+    assert served().buckets.graph_sizes == "0"
+    served("--cuda-graphs", "1,0,4", code=2)

@@ -7,7 +7,8 @@ Rows join and leave between steps, and prompts are computed beside decoding rows
     limits.py     the most that runs at once
     scheduler.py  the rows that run, and the tokens of each that a step computes
     row.py        the tokens of a request, and the choice of the next one
-    runner.py     the model as the engine sees it; paged.py: the lean decoder; pool.py: its blocks
+    runner.py     the model as the engine sees it; paged.py: the lean decoder; pool.py: its blocks;
+                  buckets.py: transformers' modules in padded batches
     drafts.py     what proposes tokens for all rows: the layer ahead (MTP), Medusa's heads
 
 A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks
@@ -25,6 +26,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.errors import EngineError, OverloadedError
+from quantflow.runtime.batch_shapes import NO_BUCKETS, Buckets
+from quantflow.runtime.batching.buckets import BatchShapes, BucketRunner
 from quantflow.runtime.batching.drafts import RowDraft
 from quantflow.runtime.batching.limits import BatchLimits
 from quantflow.runtime.batching.paged import BlockRunner
@@ -39,6 +42,7 @@ from quantflow.runtime.decoding.text import stop_string
 from quantflow.runtime.generate_job import require
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.ranks.leader import Leader
+from quantflow.runtime.row_modules import RowModules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +107,20 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | RowModules,
         *,
         limits: BatchLimits | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_memory: int | None = None,
         traced: TracedSteps | None = None,
         draft: RowDraft | None = None,
+        buckets: Buckets = NO_BUCKETS,
     ) -> None:
         """Start the thread.
 
         Args:
-            decoder: decoder of the model, as `quantflow.runtime.load.load` returns it.
+            decoder: decoder of the model, as `quantflow.runtime.load.load` returns it, or its
+                modules where they run rows together.
             limits: the most that runs at once; the defaults fit the model and its memory.
             tokenizer: needed by requests with stop strings.
             kv_memory: bytes that keys and values may take; None: four fifths of what is free, at
@@ -122,6 +128,7 @@ class Engine:
             traced: steps of which a trace is written; None: none.
             draft: what proposes tokens for every request without a lookup; only the lean decoder
                 has one. Tokens and their log-probabilities are the same without it.
+            buckets: sizes that batches on modules are padded to.
 
         Raises:
             UsageError: limits that the model cannot keep.
@@ -131,6 +138,8 @@ class Engine:
         self._runner: Runner = (
             BlockRunner(decoder, limits=limits, kv_memory=kv_memory, draft=draft)
             if isinstance(decoder, LeanDecoder | Leader)
+            else BucketRunner(decoder, buckets=buckets, limits=limits, kv_memory=kv_memory)
+            if isinstance(decoder, RowModules)
             else OneAtATime(decoder)
         )
         limits = limits.resolved(
@@ -138,6 +147,8 @@ class Engine:
         )
         if self._runner.most_rows is not None:
             limits = replace(limits, max_batch_size=min(limits.rows, self._runner.most_rows))
+        if isinstance(self._runner, BucketRunner):
+            limits = self._runner.settle(limits)
         self.limits = limits
         self.why_not_invariant = self._runner.why_not_invariant
         self.failed: BaseException | None = None
@@ -224,6 +235,10 @@ class Engine:
                 batch_sizes=dict(self._batch_sizes),
                 **self._counts,
             )
+
+    def shapes(self) -> BatchShapes | None:
+        """The shapes that batches have run in; None where they are not padded."""
+        return self._runner.shapes() if isinstance(self._runner, BucketRunner) else None
 
     def drain(self, seconds: float) -> int:
         """Take no more requests and wait until those that there are have ended.

@@ -152,7 +152,7 @@ def test_each_shape_is_compiled_once_and_no_other(rules, monkeypatch):
     expected = [generate(TransformersDecoder(model), one, max_new_tokens=9) for one in prompts]
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     modules._compile_(SimpleNamespace(device=CPU), model, dynamic=False)
-    decoder = decoder_of(model, rules, compilations=modules._compilations())
+    decoder = decoder_of(model, rules, compilations=modules.compilations())
     for prompt, tokens in zip(prompts, expected, strict=True):
         assert torch.equal(generate(decoder, prompt, max_new_tokens=9), tokens)
     assert len(graphs) == len(decoder.shapes) == shapes_of(decoder)["compilations"]
