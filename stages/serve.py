@@ -18,11 +18,17 @@ import click
 
 from quantflow.errors import UsageError
 from quantflow.reporting.progress_line import ProgressLine
+from quantflow.runtime.batch_shapes import GAUDI
 from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
-from quantflow.stages.cli.environment import bars_wanted, unread_variables
+from quantflow.stages.cli.environment import (
+    bars_wanted,
+    quant_config_variable,
+    set_defaults,
+    unread_variables,
+)
 from quantflow.stages.cli.options import DEBUG, QUIET, THREADS, job_settings, job_values, origins
-from quantflow.stages.cli.other_programs import SERVE, SERVE_VARIABLES
+from quantflow.stages.cli.other_programs import FLOAT8_VARIABLES, SERVE, SERVE_VARIABLES
 from quantflow.stages.cli.output import show
 from quantflow.stages.cli.spelling import spelled
 
@@ -89,6 +95,9 @@ def command(
         progress.say(f"{flags[0]} is read as {flags[1]}")
         options[new], found[new] = value, flags[0]
     job = job_from(artifact, options, found)
+    if job.device == GAUDI and quant_config_variable() is not None:
+        for line in set_defaults(FLOAT8_VARIABLES):
+            progress.say(line)
     if dry_run and job.engine != "vllm":
         raise UsageError(
             f"--dry-run with --engine {job.engine}",

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from quantflow.stages.cli.environment import UNREAD, unread_variables
-from quantflow.stages.cli.other_programs import SERVE_VARIABLES
+from quantflow.stages.cli.other_programs import FLOAT8_VARIABLES, SERVE_VARIABLES
 from quantflow.stages.serve import command as serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,7 @@ def test_the_page_has_every_variable_that_is_read_or_set():
         option.envvar
         for option in serve.params
         if isinstance(option, click.Option) and option.envvar
-    } | SERVE_VARIABLES.keys()
+    } | {*SERVE_VARIABLES, *FLOAT8_VARIABLES}
     found = rows("Read or set here")
     assert sorted(found) == sorted(read)
     assert len(set(found)) == len(found)

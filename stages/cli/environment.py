@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 UNREAD = {
     "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
-    "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made",
+    "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made. With "
+    "--device hpu it sets what Gaudi's graph compiler reads for float8",
 }  # what other servers read: `serve` says of one that is set why nothing happens
 
 
@@ -20,6 +21,13 @@ def bars_wanted() -> bool:
 def quant_config_variable() -> str | None:
     """The value of QUANT_CONFIG, or None where it is unset or empty."""
     return os.environ.get("QUANT_CONFIG") or None
+
+
+def set_defaults(values: Mapping[str, str]) -> list[str]:
+    """Set variables that are not set, for libraries that are imported later; a line for each."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    return [f"{name}={value} is set" for name, value in missing.items()]
 
 
 def set_variables(options: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -493,6 +493,15 @@ SERVE: Spellings = {
     "--trust-remote-code": _CODE,
     "--token": _TOKEN,
 }
+# defaults of Gaudi's graph compiler for float8, where QUANT_CONFIG is set
+FLOAT8_VARIABLES = {
+    "ENABLE_EXPERIMENTAL_FLAGS": "true",
+    "USE_DEFAULT_QUANT_PARAM": "true",
+    "UPDATE_GRAPH_OUTPUT_MME": "false",
+    "ENABLE_CALC_DYNAMIC_RANGE": "false",
+    "UPDATE_MME_OUTPUT_PRECISION_FILTER": "v_proj,matmul_av",
+    "EXPERIMENTAL_WEIGHT_SHARING": "FALSE",
+}
 # variable of TGI's launcher -> the option that it stands for; `serve` declares those of its own
 SERVE_VARIABLES = {
     "MODEL_ID": "--model-id",

@@ -3,6 +3,8 @@
 Tested are limits that hold and their sources, older names, and variables that are not read.
 """
 
+import os
+
 import pytest
 
 from quantflow.errors import UsageError
@@ -114,10 +116,10 @@ def test_older_names_of_limits_are_read_and_said(served, capsys):
 
 
 def test_a_variable_that_is_not_read_is_said_at_the_start(served, monkeypatch, capsys):
-    monkeypatch.setenv("BATCH_BUCKET_SIZE", "16")
+    monkeypatch.setenv("CUDA_MEMORY_FRACTION", "0.5")
     served()
     assert (
-        "BATCH_BUCKET_SIZE=16 is not read: batches and prompts are not padded to a size"
+        "CUDA_MEMORY_FRACTION=0.5 is not read: give --kv-memory, such as 50%"
         in capsys.readouterr().err
     )
 
@@ -190,3 +192,31 @@ def test_sizes_of_cuda_graphs_are_read(served, monkeypatch):
     monkeypatch.setenv("CUDA_GRAPHS", "0")
     assert served().buckets.graph_sizes == "0"
     served("--cuda-graphs", "1,0,4", code=2)
+
+
+def test_a_quant_config_gives_gaudis_graph_compiler_its_defaults_for_float8(
+    served, monkeypatch, capsys
+):
+    defaults = {
+        "ENABLE_EXPERIMENTAL_FLAGS": "true",
+        "USE_DEFAULT_QUANT_PARAM": "true",
+        "UPDATE_GRAPH_OUTPUT_MME": "false",
+        "ENABLE_CALC_DYNAMIC_RANGE": "false",
+        "UPDATE_MME_OUTPUT_PRECISION_FILTER": "v_proj,matmul_av",
+        "EXPERIMENTAL_WEIGHT_SHARING": "FALSE",
+    }
+
+    def found(*words):
+        monkeypatch.setattr(os, "environ", {**os.environ, **given})
+        served(*words)
+        return {name: os.environ[name] for name in defaults if name in os.environ}
+
+    given = {}
+    assert found("--device", "hpu") == {}
+    given = {"QUANT_CONFIG": "maxabs_quant.json"}
+    assert found() == {}
+    given["UPDATE_GRAPH_OUTPUT_MME"] = "true"  # what somebody has set stays
+    assert found("--device", "hpu") == {**defaults, "UPDATE_GRAPH_OUTPUT_MME": "true"}
+    told = capsys.readouterr().err
+    assert "EXPERIMENTAL_WEIGHT_SHARING=FALSE is set" in told
+    assert "UPDATE_GRAPH_OUTPUT_MME=" not in told
