@@ -13,6 +13,7 @@
     parsers/        calls of tools and reasoning in answers, a module for each family of models
     generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
     grammar.py      grammars of texts, as masks; schemas.py: JSON schemas as people write them
+    medusa_model.py heads that are named in a model's place
     vllm.py         vLLM's own server in place of ours
     models.py       models by name, each with an engine, loaded on demand
     request_log.py  ids of requests, and their lines in the log
@@ -30,6 +31,7 @@ from pathlib import Path
 from quantflow.errors import UnsupportedError, extra
 from quantflow.progress import SILENT, Progress
 from quantflow.server import vllm
+from quantflow.server.medusa_model import with_base
 from quantflow.server.settings import ServeJob
 from quantflow.sources.models import model_folder
 
@@ -48,10 +50,15 @@ def vllm_command(job: ServeJob, *, progress: Progress = SILENT) -> list[str]:
 def in_folders(job: ServeJob, progress: Progress) -> ServeJob:
     """The job with folders as models: those on the hub are downloaded, GGUF files imported.
 
+    Medusa heads in a model's place are served with the model that they are for.
+
     Raises:
         QuantflowError: there is no such model, or it cannot be used.
     """
     artifact = model_folder(job.artifact, revision=job.revision, progress=progress)
+    job = with_base(job, artifact)
+    if job.medusa == artifact:
+        artifact = model_folder(job.artifact, progress=progress)
     pairs = [pair.partition("=")[::2] for pair in job.models]
     models = tuple(
         f"{name}={model_folder(Path(model), progress=progress)}" for name, model in pairs

@@ -1,6 +1,7 @@
 """Speculation by the model's own layer and by Medusa heads: the same texts, and what is said."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.progress import SILENT
+from quantflow.server import in_folders
 from quantflow.server.models import Models, open_model
 from quantflow.server.process import closing_lines, opening_lines
 from quantflow.server.settings import ServeJob, speculated
@@ -88,6 +91,43 @@ def test_medusa_heads_change_no_text(serve, model, tmp_path):
     job = ServeJob(artifact=model, medusa=tmp_path)
     with pytest.raises(InputError, match=r"head 0 is \[9, 64\], the model's is \[4096, 64\]"):
         Models(job, open_model(model, job))
+
+
+def test_heads_in_a_models_place_are_served_with_the_model_that_their_config_names(
+    serve, model, tmp_path
+):
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    heads = torch.randn(3, VOCABULARY, 64, generator=torch.Generator().manual_seed(1))
+    save_file(
+        {f"{number}.0.weight": head.clone() for number, head in enumerate(heads)},
+        folder / "medusa_lm_head.safetensors",
+    )
+    config = {
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 0,
+        "base_model_name_or_path": str(model),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = {"max_new_tokens": 12, "details": True}
+    with serve(artifact=model) as plain:
+        expected = plain.generate(PROMPT, **asked).json()
+    for speculate, proposed in ((0, 3 * 8 + 2 + 1), (2, 2 * 9 + 1)):
+        found = in_folders(ServeJob(artifact=folder, speculate=speculate), SILENT)
+        assert (found.artifact, found.medusa, found.first_name) == (model, folder, "heads")
+        served = {"artifact": found.artifact, "medusa": found.medusa, "name": found.name}
+        with serve(**served, speculate=speculate) as guessing:
+            assert guessing.generate(PROMPT, **asked).json() == expected
+            assert guessing.models.first.engine.counters().proposed_tokens == proposed
+    assert in_folders(ServeJob(artifact=model), SILENT).medusa is None
+    with pytest.raises(UsageError, match="speculate=4: .*heads has 3 heads"):
+        in_folders(ServeJob(artifact=folder, speculate=4), SILENT)
+    with pytest.raises(UsageError, match="heads has heads itself"):
+        in_folders(ServeJob(artifact=folder, medusa=tmp_path), SILENT)
+    for wrong in ({"base_model_name_or_path": None}, {"medusa_num_heads": "3"}):
+        (folder / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(InputError, match="config.json: medusa_num_heads="):
+            in_folders(ServeJob(artifact=folder), SILENT)
 
 
 def test_what_cannot_guess_is_refused_before_anything_is_served(artifact, model):
