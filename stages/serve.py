@@ -18,7 +18,6 @@ import click
 
 from quantflow.errors import UsageError
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.runtime.batch_shapes import GAUDI
 from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import (
@@ -95,7 +94,7 @@ def command(
         progress.say(f"{flags[0]} is read as {flags[1]}")
         options[new], found[new] = value, flags[0]
     job = job_from(artifact, options, found)
-    if job.device == GAUDI and quant_config_variable() is not None:
+    if job.on_gaudi and quant_config_variable() is not None:
         for line in set_defaults(FLOAT8_VARIABLES):
             progress.say(line)
     if dry_run and job.engine != "vllm":

@@ -22,7 +22,7 @@ from quantflow.files.required_signature import RequiredSignature
 from quantflow.process_memory import available_bytes
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime.attention_choice import ATTENTION_HELP, attention_of
-from quantflow.runtime.batch_shapes import Buckets, Gaudi
+from quantflow.runtime.batch_shapes import GAUDI, Buckets, Gaudi
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     COMPILE_HELP,
@@ -482,6 +482,11 @@ class ServeJob:
         if not re.fullmatch(r"\s*[0-9]{1,4}\s*(,\s*[0-9]{1,4}\s*)*", self.profile_ranks):
             raise UsageError(f"profile_ranks={self.profile_ranks!r}", "use numbers, such as 0,1")
         return frozenset(map(int, self.profile_ranks.split(",")))
+
+    @property
+    def on_gaudi(self) -> bool:
+        """Whether a Gaudi runs the model."""
+        return self.device == GAUDI
 
     @property
     def pads(self) -> bool:
