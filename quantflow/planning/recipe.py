@@ -693,6 +693,13 @@ class Validate:
         help="Also say where the loss is and what would mend it, by at most so many runs with "
         "some linear swapped.",
     )
+    base: str | None = _for_validate(
+        None,
+        "--base",
+        metavar="FILE",
+        help="llama.cpp's base of a KL divergence, whose chunks and log-probabilities the artifact "
+        "is judged by; where there is no such file, it is written from the source over --text.",
+    )
     allow_inconclusive: bool = setting(
         False,
         "--allow-inconclusive",

@@ -42,7 +42,6 @@ from quantflow.formats.llama_cpp.logits_base import (
     chunks_of,
     is_logits_base,
     open_logits_base,
-    writing_base,
 )
 from quantflow.measuring.text import hash_sequences, read_text, read_whole
 from quantflow.measuring.text_sources import text_digest, text_path
@@ -62,6 +61,7 @@ from quantflow.runtime.artifact import Artifact, is_model, open_folder
 from quantflow.shipped import EVALUATION
 from quantflow.sources.models import SUFFIX, model_folder
 from quantflow.validating import llama_cpp_engine
+from quantflow.validating.base_files import leading_bos, write_base
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.compare_job import CompareJob, CompareResult
 from quantflow.validating.compare_page import indented, write_pages
@@ -107,10 +107,7 @@ class ComparedModel:
     @property
     def bos(self) -> int | None:
         """The token that its tokenizer puts before a text; None where it puts none."""
-        tokenizer = load_tokenizer(self.folder)
-        before = list(tokenizer("a", verbose=False)["input_ids"])
-        bos = tokenizer.bos_token_id
-        return int(bos) if bos is not None and before[:1] == [bos] else None
+        return leading_bos(self.folder)
 
     def identity(self, digests: Digests) -> Any:
         """The hashes of its files."""
@@ -382,23 +379,23 @@ def _write_base(
     documents = read_whole(text, load_tokenizer(source.folder))
     tokens = chunks_of(documents, length=job.sequence_length, tokens=job.tokens)
     refuse_beyond(list(tokens), source.vocabulary, where=str(text))
-    path = job.write_base
-    sequences = LogitsBase(path=path, tokens=tokens, vocabulary=source.vocabulary).sequences(
-        source.bos
-    )
     streams = {BASELINE: _stream(source, job, device)}
-    with writing_base(path, tokens, source.vocabulary) as writer:
 
-        def written(chunk: int, logits: dict[str, Tensor]) -> Mapping[str, Comparison]:
-            writer.write(chunk, device.fetch(logits[BASELINE]))
-            return {}
-
-        comparing = _comparing(
-            job, source, streams, sequences, key, progress, device=device, judge=written
+    def running(sequences: Sequence[Tensor], judge: Judge) -> Comparing:
+        return _comparing(
+            job, source, streams, sequences, key, progress, device=device, judge=judge
         )
-        comparing.scores()
-    progress.say(f"{STAGE}: {path}: {len(tokens)} chunks of {tokens.shape[1]} tokens")
-    return open_logits_base(path)
+
+    base = write_base(
+        job.write_base,
+        tokens,
+        vocabulary=source.vocabulary,
+        bos=source.bos,
+        device=device,
+        running=running,
+    )
+    progress.say(f"{STAGE}: {base.path}: {len(tokens)} chunks of {tokens.shape[1]} tokens")
+    return base
 
 
 def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, Any]:

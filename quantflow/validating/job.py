@@ -129,7 +129,7 @@ class ScoreJob:
         asked, plain = self.options, Validate()
         compared = [
             f"--{name.replace('_', '-')}"
-            for name in ("text", "tokens", "sequence_length", "gate", "diagnose")
+            for name in ("text", "tokens", "sequence_length", "gate", "diagnose", "base")
             if getattr(asked, name) != getattr(plain, name)
         ]
         if compared:

@@ -45,7 +45,7 @@ COLUMNS = (
     "allowed",
 )
 # of two protocols, so that their windows are pairs
-_SAME = ("text", "windows", "tokens", "sequence_length", "dtype", "device")
+_SAME = ("text", "windows", "tokens", "sequence_length", "scored", "dtype", "device")
 _AGAIN = "give a validation.json as `quantflow validate` wrote it, or run it again"
 _KEYS = (
     "artifact",
@@ -331,6 +331,6 @@ def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -
             raise InputError(
                 f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: "
                 f"validated {how}",
-                "validate both with the same --text, --tokens, --sequence-length, --device and "
-                "--dtype",
+                "validate both with the same --text, --tokens, --sequence-length, --base, --device "
+                "and --dtype",
             )

@@ -6,6 +6,7 @@ Writes   <report>/validation.json and report.html, with the artifact's digest; n
          artifact
          <report>/tasks.json and tasks-baseline.json, lm-eval's documents, where tasks are asked
          <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis has one
+         <base>, llama.cpp's base of the source, where it is asked for and not there
          <cache>/<key>/ what every validation of that model over that text shares, see `Shared`
 Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped
          goes on with its layer
@@ -24,6 +25,7 @@ diagnosis and tasks on the CPU.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.files.digests import Digests
 from quantflow.files.manifest import rounds_inputs
 from quantflow.files.outputs import beside, output_folder
-from quantflow.measuring.text import hash_sequences, read_text
+from quantflow.formats.llama_cpp.logits_base import LogitsBase, chunks_of, open_logits_base
+from quantflow.measuring.text import hash_sequences, read_text, read_whole
 from quantflow.measuring.text_sources import text_digest, text_path
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
@@ -68,12 +71,14 @@ from quantflow.sources.models import is_on_hub, model_folder
 from quantflow.units import duration
 from quantflow.validating import recovery
 from quantflow.validating.ahead import acceptance, first_tokens
+from quantflow.validating.base_files import leading_bos, write_base
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.diagnosis import Subject, diagnose
 from quantflow.validating.foreign_manifest import manifest_of
 from quantflow.validating.gate import gate_files, judge, read_gate
 from quantflow.validating.job import ValidateJob
 from quantflow.validating.layerwise import BASELINE, Comparing
+from quantflow.validating.layerwise import Judge as LogitsJudge
 from quantflow.validating.mend import RECIPE
 from quantflow.validating.paired import recorded
 from quantflow.validating.regression import compare_with, read_validation
@@ -85,6 +90,7 @@ from quantflow.validating.windows import evaluation_sequences
 VERSION = 4
 RESAMPLES = 2000
 CACHE = "validation-cache"
+_OF_ANOTHER = 0.05  # nats that a source in another program is away from itself at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +158,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
         raise UsageError(cause, "leave --diagnose out")
     digests = Digests()
     _refuse_other_baseline(job, manifest, source, digests)
+    base = _base(job, source, digests, progress, device=device)
     inputs = _inputs(job, manifest, source, digests)
     older = None if job.previous is None else _older(job, job.previous, progress)
     if older is not None:
@@ -170,7 +177,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
         parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
         stage_folder.refuse_other_result(job.folder, inputs, force=job.force, parts=parts)
         validation, documents = _validate(
-            job, manifest, source, inputs, older, progress, device=device
+            job, manifest, source, inputs, older, progress, base=base, device=device
         )
         result = validation.as_json()
         with stage_folder.publish(job.folder, stage="validate", inputs=inputs) as folder:
@@ -216,12 +223,19 @@ def check_compute(options: Validate, compute: Compute) -> None:
     Raises:
         UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with
             what the models lose.
+        UsageError: a diagnosis beside a base.
     """
     if options.diagnose is not None and compute != Compute():
         raise UnsupportedError(
             f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, "
             "probes run in float32 on the CPU",
             "leave --device and --dtype out, or --diagnose",
+        )
+    if options.diagnose is not None and options.base is not None:
+        raise UsageError(
+            f"validate: --diagnose with --base {options.base}, its probes are compared with the "
+            "source itself",
+            "leave one of them out",
         )
 
 
@@ -278,8 +292,11 @@ def _inputs(
 ) -> dict[str, Any]:
     options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
     del options["ranks"]  # they answer as one does
-    if options["mtp"] is None:
-        del options["mtp"]  # a validation without it is that of older versions
+    for name in ("mtp", "base"):  # a validation without them is that of older versions
+        if options[name] is None:
+            del options[name]
+    if job.options.base is not None:
+        options["base"] = digests.of_all([Path(job.options.base)])[Path(job.options.base)]
     return {
         "artifact": manifest["digest"],
         "baseline": fingerprint(source.checkpoint, digests),
@@ -303,6 +320,7 @@ def _validate(
     older: Mapping[str, Any] | None,
     progress: Progress,
     *,
+    base: LogitsBase | None,
     device: Device,
 ) -> tuple[Validation, dict[str, bytes]]:
     """The validation, and the files beside validation.json: name -> content."""
@@ -318,9 +336,9 @@ def _validate(
     )
     tasks = check_tasks(job.artifact, job.baseline, job.options)
     recovery.refuse_unasked(loaded_gate.for_noise(1.0), tasks)
-    sequences = _sequences(job, manifest, progress)
+    sequences = _sequences(job, manifest, progress, base=base)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
-    protocol = _protocol(job, sequences, device=device)
+    protocol = _protocol(job, sequences, inputs, device=device)
     key = digest_of([protocol, inputs["baseline"], tools()])
     shared = Shared(key=key, folder=(job.cache or job.folder.parent / CACHE) / key)
     floor = shared.floor
@@ -335,6 +353,7 @@ def _validate(
             artifact=replace(artifact, linears_device=device.kind),
             inputs=inputs,
             sequences=sequences,
+            base=base,
             shared=shared,
             with_noise=floor is None,
             device=device,
@@ -448,19 +467,88 @@ def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _sequences(job: ValidateJob, manifest: Mapping[str, Any], progress: Progress) -> list[Tensor]:
+def _base(
+    job: ValidateJob, source: Source, digests: Digests, progress: Progress, *, device: Device
+) -> LogitsBase | None:
+    """llama.cpp's base that the artifact is judged by, written first where it is not there."""
+    if job.options.base is None:
+        return None
+    path, text = Path(job.options.base), Path(str(job.options.text))
+    if path.exists():
+        return open_logits_base(path)
+    vocabulary = int(text_config(source.config).vocab_size)
+    tokens = chunks_of(
+        read_whole(text, load_tokenizer(job.baseline)),
+        length=job.options.sequence_length,
+        tokens=job.options.tokens,
+    )
+    refuse_beyond(list(tokens), vocabulary, where=str(text))
+    graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
+    model = fingerprint(source.checkpoint, digests)
+
+    def running(sequences: Sequence[Tensor], of_logits: LogitsJudge) -> Comparing:
+        lengths = [len(each) for each in sequences]
+        allowance = allow_validate(
+            job.resources,
+            model_size(source.checkpoint.infos, source.config, graph),
+            lengths=lengths,
+            models=1,
+            folder=job.folder,
+        )
+        return Comparing(
+            streams={BASELINE: LayerStream(source, graph, dtype=dtype, device=device)},
+            sequences=sequences,
+            folder=layer_store.scratch(job.folder),
+            keys={BASELINE: digest_of([model, hash_sequences(sequences), str(dtype), tools()])},
+            stage=f"validate {job.artifact.name}",
+            progress=progress,
+            workers=allowance.workers if device.is_host else 1,
+            judge=of_logits,
+        )
+
+    with (
+        stage_folder.locked(job.folder),
+        single_threaded(),
+        device.deterministic(),
+        torch.no_grad(),
+    ):
+        base = write_base(
+            path,
+            tokens,
+            vocabulary=vocabulary,
+            bos=leading_bos(job.baseline),
+            device=device,
+            running=running,
+        )
+        disk.remove_tree(layer_store.scratch(job.folder))
+    progress.say(f"{path}: {len(tokens)} chunks of {tokens.shape[1]} tokens")
+    return base
+
+
+def _sequences(
+    job: ValidateJob,
+    manifest: Mapping[str, Any],
+    progress: Progress,
+    *,
+    base: LogitsBase | None = None,
+) -> list[Tensor]:
     """The evaluation windows.
 
     Raises:
         InputError: the text that they are cut from holds the first tokens of a calibration
             sequence, wherever.
     """
-    text = read_text(Path(str(job.options.text)), load_tokenizer(job.baseline))
-    documents = text.documents
-    if text.note is not None:
-        progress.say(f"validate {job.artifact.name}: {text.note}")
-    tokens, length = job.options.tokens, job.options.sequence_length
-    sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
+    documents: Sequence[Sequence[int]]
+    if base is not None:
+        documents, tokens = [base.tokens.flatten().tolist()], base.tokens.numel()
+        sequences, where = base.sequences(leading_bos(job.baseline)), str(base.path)
+    else:
+        text = read_text(Path(str(job.options.text)), load_tokenizer(job.baseline))
+        documents, where = text.documents, str(job.options.text)
+        if text.note is not None:
+            progress.say(f"validate {job.artifact.name}: {text.note}")
+        tokens, length = job.options.tokens, job.options.sequence_length
+        sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
     if manifest["measurement"] is None:
         return sequences
     head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
@@ -480,7 +568,7 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any], progress: Progress
         )
         if position is not None:
             raise InputError(
-                f"{job.options.text}: document {number}, tokens {position} to "
+                f"{where}: document {number}, tokens {position} to "
                 f"{position + head - 1}: the first {head} tokens "
                 "of a calibration sequence",
                 "evaluate on text that the artifact was not calibrated on",
@@ -495,6 +583,7 @@ def _compare_with_baseline(
     artifact: Artifact,
     inputs: Mapping[str, Any],
     sequences: Sequence[Tensor],
+    base: LogitsBase | None,
     shared: Shared,
     with_noise: bool,
     device: Device,
@@ -502,7 +591,11 @@ def _compare_with_baseline(
 ) -> dict[str, Comparison]:
     """The candidate's comparison with the baseline, and the noise's where that is not known.
 
-    The noise is the baseline in another dtype against itself.
+    The noise is the baseline in another dtype against itself. With a base all are compared with
+    what it holds, by its formula.
+
+    Raises:
+        InputError: the base has another vocabulary, or is another model's.
     """
     graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
     candidate = LayerStream(
@@ -549,6 +642,7 @@ def _compare_with_baseline(
         stage=f"validate {job.artifact.name}",
         progress=progress,
         workers=allowance.workers if device.is_host else 1,
+        judge=None if base is None else partial(_beside_base, base, device),
     )
     took = f" on {device.name}"
     if device.is_host:
@@ -558,10 +652,36 @@ def _compare_with_baseline(
         f"tokens{took}{kept}"
     )
     compared = comparing.scores()
+    if base is not None:
+        _refuse_other_base(base, compared.pop(BASELINE))
     progress.note(
         compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak)
     )
     return compared
+
+
+def _beside_base(
+    base: LogitsBase, device: Device, number: int, logits: dict[str, Tensor]
+) -> Mapping[str, Comparison]:
+    """Every model's comparison with the base over one chunk."""
+    return base.compare(number, {name: device.fetch(of) for name, of in logits.items()})
+
+
+def _refuse_other_base(base: LogitsBase, source: Comparison) -> None:
+    """Refuse a base whose log-probabilities the source itself does not have.
+
+    Another program's kernels and dtypes move them by less than this.
+
+    Raises:
+        InputError: with the source's divergence.
+    """
+    divergence = float(source.kld.mean())
+    if divergence > _OF_ANOTHER:
+        raise InputError(
+            f"{base.path}: the baseline's own divergence from it is {divergence:.3g} nats, it is "
+            "of another model",
+            "give the base of the model that was quantized, or none",
+        )
 
 
 def bits_per_weight(artifact: Artifact) -> float:
@@ -579,11 +699,15 @@ def _perplexity(nll: Tensor) -> float:
     return float(nll.mean().exp())
 
 
-def _protocol(job: ValidateJob, sequences: Sequence[Tensor], *, device: Device) -> dict[str, Any]:
+def _protocol(
+    job: ValidateJob, sequences: Sequence[Tensor], inputs: Mapping[str, Any], *, device: Device
+) -> dict[str, Any]:
+    length, base = job.options.sequence_length, inputs["options"].get("base")
     protocol = {
         "windows": len(sequences),
         "tokens": sum(len(s) for s in sequences),
-        "sequence_length": job.options.sequence_length,
+        "sequence_length": length if base is None else len(sequences[0]),
+        **({} if base is None else {"scored": "second half of each chunk", "base": base}),
         "text": hash_sequences(sequences),
         "dtype": job.compute.dtype,
         **device.key(),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.formats.llama_cpp.logits_base import open_logits_base
+from quantflow.formats.llama_cpp.logits_base import open_logits_base, writing_base
 from quantflow.progress import SILENT
 from quantflow.validating.compare_job import CompareJob
 from tests.shared import run
@@ -121,6 +121,42 @@ def test_a_base_gives_the_same_figures_as_its_source(
     assert (file.log_probabilities(0) - there)[there > -16].abs().max() < 1e-3
     divergence = written["candidates"][0]["metrics"]["mean_kld"]["value"]
     assert 0 < divergence < written["candidates"][1]["metrics"]["mean_kld"]["value"]
+
+
+def test_validate_judges_by_a_base_that_it_writes_where_there_is_none(
+    llama, artifacts, text_files, tmp_path, capsys
+):
+    own, theirs = tmp_path / "own.kld", tmp_path / "theirs.kld"
+    text = ("--text", text_files["heldout"])
+    compared(capsys, llama, "--write-base", theirs, *text, "-o", tmp_path / "written")
+    expected = compared(capsys, theirs, artifacts["w4"], "-o", tmp_path / "c")
+    words = ("validate", artifacts["w4"], "--baseline", llama, *text, *WORDS, "--base", own)
+    assert run(*words, "--report", tmp_path / "v") in (0, 4)
+    assert own.read_bytes() == theirs.read_bytes()
+    found = json.loads((tmp_path / "v/validation.json").read_text())
+    assert found["metrics"] == expected["candidates"][0]["metrics"]
+    assert found["protocol"]["scored"] == "second half of each chunk"
+    assert (found["protocol"]["windows"], found["protocol"]["sequence_length"]) == (8, 48)
+    capsys.readouterr()
+    assert run(*words, "--report", tmp_path / "v") in (0, 4)  # the file is there now
+    assert "up to date" in capsys.readouterr().err
+
+
+def test_validate_refuses_a_base_of_another_model_and_one_beside_a_diagnosis(
+    llama, artifacts, text_files, tmp_path, capsys
+):
+    base = tmp_path / "other.kld"
+    vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(4, vocabulary, (2, 32), generator=generator)
+    with writing_base(base, tokens, vocabulary) as writer:
+        for chunk in range(2):
+            writer.write(chunk, 4 * torch.randn(32, vocabulary, generator=generator))
+    words = ("validate", artifacts["w4"], "--baseline", llama, "--base", base)
+    assert run(*words, "--report", tmp_path / "v") == 3
+    assert "it is of another model" in capsys.readouterr().err
+    assert run(*words, "--report", tmp_path / "v", "--diagnose", "16") == 2
+    assert "--diagnose with --base" in capsys.readouterr().err
 
 
 class StandIn:

@@ -266,7 +266,7 @@ def chunks_of(documents: Sequence[Sequence[int]], *, length: int, tokens: int) -
     count = len(ids) // length
     if count < 2:
         raise InputError(
-            f"compare: {len(ids)} tokens fill {count} chunks of {length}, 2 are needed",
+            f"the text: {len(ids)} tokens fill {count} chunks of {length}, 2 are needed",
             "give a longer --text, more --tokens or a smaller --sequence-length",
         )
     return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
