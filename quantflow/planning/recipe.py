@@ -13,7 +13,7 @@
     unify:       {groups}
     export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, ranks,
-                  mtp, diagnose, allow_inconclusive, exact}
+                  mtp, diagnose, base, allow_inconclusive, exact}
     resources:   {max_memory, max_disk, max_device_memory, disk_offload}
     compute:     {device, dtype}
 
