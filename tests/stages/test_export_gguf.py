@@ -248,6 +248,9 @@ def wide(tmp_path_factory, llama) -> Path:
             "Q5_K",
             17,
         ),
+        ("Q4_K_S", "Q4_K", ["Q5_K"] * 4 + ["Q4_K"] * 4, ["Q5_K"] + ["Q4_K"] * 7, "Q4_K", 14),
+        # rtn weighs no input
+        ("IQ4_XS", "IQ4_XS", ["IQ4_XS"] * 8, ["Q5_K"] + ["IQ4_XS"] * 7, "IQ4_XS", 30),
     ],
 )
 def test_a_mixture_gives_each_linear_llama_cpps_type(
@@ -293,6 +296,19 @@ def test_a_mixture_gives_each_linear_llama_cpps_type(
     ):
         weight = artifact.decode(f"model.layers.3.{theirs}").weight.dequantize().numpy()
         assert np.array_equal(found[f"blk.3.{mine}.weight"][1], weight)
+
+
+def test_a_ternary_file_has_an_embedding_of_four_bits(wide, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
+    words = ("--scheme", "TQ1_0", "--algorithm", "rtn")
+    assert run("quantize", "--no-export", wide, "-o", tmp_path / "q", *words) == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    found = blocks_of(export(tmp_path / "a", tmp_path / "o"))
+    kinds = {name: kind for name, (kind, _) in found.items()}
+    assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q4_K", "Q6_K")
+    assert kinds["blk.3.ffn_down.weight"] == "TQ1_0"
+    weight = open_artifact(tmp_path / "a").decode("model.layers.3.mlp.down_proj").weight
+    assert np.array_equal(found["blk.3.ffn_down.weight"][1], weight.dequantize().numpy())
 
 
 @pytest.mark.parametrize(("scheme", "number"), [("Q4_K_M", 15), ("Q4_K", 14), ("Q3_K", 11)])
