@@ -178,6 +178,41 @@ def member_of(path: Path) -> tuple[str, str] | None:
     return package, rest[0]
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_first(path: Path) -> set[str]:
+    """The own modules that a module has to have whole, imports in functions left out.
+
+    A package's own file comes before a module in it, unless it is the importer's too: then it has
+    begun already.
+    """
+    own, names = module_of(path), set()
+    for node in ast.parse(path.read_text()).body:
+        names |= (
+            imported_names(node, path) if isinstance(node, ast.Import | ast.ImportFrom) else set()
+        )
+    modules = set()
+    for name in names:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            module = ".".join(parts[:count])
+            if is_module(module) and not f"{own}.".startswith(f"{module}."):
+                modules.add(module)
+    return modules
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    needed = {module_of(path): imported_first(path) for path in FILES}
+    whole: set[str] = set()
+    while ready := {name for name, modules in needed.items() if modules & needed.keys() <= whole}:
+        whole |= ready
+        needed = {name: modules for name, modules in needed.items() if name not in whole}
+    assert not needed, {name: sorted(modules & needed.keys()) for name, modules in needed.items()}
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if member_of(p) is not None], ids=relative)
 def test_members_of_a_table_never_import_each_other(path):
     package, own = member_of(path)

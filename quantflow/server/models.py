@@ -25,7 +25,6 @@ from quantflow.runtime import graphs, row_modules
 from quantflow.runtime.attention_choice import attention_of
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.drafts import AheadDraft, MedusaDraft, RowDraft
-from quantflow.runtime.batching.trace import TracedSteps
 from quantflow.runtime.decoding.medusa import Medusa
 from quantflow.runtime.decoding.text import word_ids
 from quantflow.runtime.generate_job import Words
@@ -36,6 +35,7 @@ from quantflow.runtime.loaded_medusa import medusa_heads
 from quantflow.runtime.mtp import AheadLayer
 from quantflow.runtime.row_modules import RowModules
 from quantflow.runtime.shapes import NO_SHAPES, Shapes
+from quantflow.runtime.step_trace import TracedSteps
 from quantflow.server import parsers
 from quantflow.server.characters import bound_of
 from quantflow.server.errors import Refused, bad_template, invalid, too_many_characters

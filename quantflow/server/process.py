@@ -26,10 +26,10 @@ from quantflow.errors import EngineError, QuantflowError, ResourceError, UsageEr
 from quantflow.progress import Progress
 from quantflow.runtime.batch_shapes import GAUDI
 from quantflow.runtime.batching import BatchRequest
-from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.generate_job import Lookup
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.ranks import processes as rank_processes
+from quantflow.runtime.step_trace import StepTrace
 from quantflow.server.app import application, read_key
 from quantflow.server.errors import Refused
 from quantflow.server.generation import Admission, Service

@@ -36,13 +36,13 @@ from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
 from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
 from quantflow.runtime.batching.scheduler import Scheduler
 from quantflow.runtime.batching.stream import Readers, Stream
-from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.text import stop_string
 from quantflow.runtime.generate_job import require
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.ranks.leader import Leader
 from quantflow.runtime.row_modules import RowModules
+from quantflow.runtime.step_trace import StepTrace, TracedSteps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.distributed.communicator import Communicator
-from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.kv_cache import KVCache
 from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.step_trace import StepTrace
 
 _CALLS = (
     *("end", "begin", "forward", "forward_hidden", "keep", "crop"),

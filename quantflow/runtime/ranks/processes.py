@@ -31,11 +31,11 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime import lean
 from quantflow.runtime.artifact import open_folder
-from quantflow.runtime.batching.trace import StepTrace
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import spans_of
+from quantflow.runtime.step_trace import StepTrace
 
 Result = TypeVar("Result")
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from quantflow.errors import InputError
-from quantflow.runtime.batching import trace
-from quantflow.runtime.batching.trace import StepTrace, TracedSteps
+from quantflow.runtime import step_trace
+from quantflow.runtime.step_trace import StepTrace, TracedSteps
 
 
 @pytest.mark.parametrize("shapes", [False, True])
@@ -50,7 +50,7 @@ def test_a_trace_that_fails_later_stops_no_request(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trace.profile, "export_chrome_trace", full)
+    monkeypatch.setattr(step_trace.profile, "export_chrome_trace", full)
     steps = StepTrace(TracedSteps(path=tmp_path / "a.json", skip=0, count=1))
     with pytest.warns(UserWarning, match="no trace: .*No space left"):
         assert steps.step(lambda: 1) == 1

@@ -10,10 +10,10 @@ from quantflow.backends import kernels, native
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.batching.paged import BlockRunner
-from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import Ranks
+from quantflow.runtime.step_trace import StepTrace, TracedSteps
 from tests.unit.runtime.batching.test_invariance import requests, together
 
 pytestmark = pytest.mark.skipif(
