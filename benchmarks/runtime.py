@@ -109,8 +109,10 @@ def _rounds(programs: Sequence[Program], given: argparse.Namespace) -> list[floa
     for turn in range(given.rounds + 1):
         if reader is not None:
             reads.append(size / reader.ask({"read": size})["seconds"])
+        # another one begins each round: the first follows the read and the last one's most rows
+        begins = turn % len(programs)
         for batch in given.batches:
-            for program in programs:
+            for program in [*programs[begins:], *programs[:begins]]:
                 rows = [
                     draw.choices(TOKENIZER_IDS[: given.vocabulary], k=given.prompt)
                     for _ in range(batch)
