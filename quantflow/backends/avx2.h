@@ -19,6 +19,10 @@ INLINE int blocks_of(int tokens) { return tokens == 1 ? 2 : 1; }
 #define NAMES(KIND, MATH) \
     [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_2, KIND##_##MATH##_4, KIND##_##MATH##_6}
 
+/* The same for less than FEW tokens. */
+#define FEW_TILES(MAKE, KIND, MATH) MAKE(KIND, MATH, 1) MAKE(KIND, MATH, 2)
+#define FEW_NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_2}
+
 /* Words of an input for a line of a weight. */
 INLINE int words_of(enum kind kind, enum math math) {
     return math == INTEGER ? 2 : columns_of(kind);

@@ -22,6 +22,10 @@ INLINE int blocks_of(int tokens) { return tokens == 1 ? 4 : 2; }
 #define NAMES(KIND, MATH) \
     [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_4, KIND##_##MATH##_8, KIND##_##MATH##_12}
 
+/* The same for less than FEW tokens. */
+#define FEW_TILES(MAKE, KIND, MATH) MAKE(KIND, MATH, 1)
+#define FEW_NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1}
+
 /* Words of an input for a line of a weight. */
 INLINE int words_of(enum kind kind, enum math math) {
     return columns_of(kind) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
