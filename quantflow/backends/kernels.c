@@ -272,6 +272,7 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     for (int i = 0; i < R * T; i++) /* fetch the outputs' cache lines, before they are written */
         __builtin_prefetch((char *)y + ((token + i % T) * w->rows + block * 16 + i / T * LANES)
                                            * (in->bf16 ? 2 : 4), 1);
+    CHECK(adders[w->kind][in->math][place_of(T)]);
     for (int64_t g = 0; g < w->groups; g++)
         adders[w->kind][in->math][place_of(T)](w, in, block, token, g, total);
     for (int r = 0; r < R; r++) {

@@ -4,7 +4,7 @@ A slot holds the keys and values of a row from column 0 on, however long the oth
 are padded on the left; attention reads the prompt alone, and what it makes goes into the slots. A
 step reads the first slots, each up to its own row's token. One more slot takes what padding makes.
 
-Tensors of a shape stay where they are, since a captured graph reads them there.
+Tensors of a step stay where they are, since a captured graph reads them there.
 """
 
 from collections import Counter
@@ -124,7 +124,7 @@ class RowModules:
         self._model, self._scales, self._capture = model, kv_scales, capture
         self._prompt_options = prompt_options or {}
         self._dtype = next(model.parameters()).dtype
-        self._inputs: dict[Shape, _Inputs] = {}
+        self._steps: dict[int, _Inputs] = {}  # by their rows
         self._captured: dict[int, Step] = {}
         self._sizes: list[tuple[Tensor, Tensor]] = []
 
@@ -249,18 +249,22 @@ class RowModules:
         return logits
 
     def _of_shape(self, kind: str, rows: int, columns: int) -> _Inputs:
-        """The tensors of a shape, made once."""
-        shape = kind, rows, columns
-        if shape not in self._inputs:
+        """The tensors of a shape.
+
+        Those of a step are made once. Those of a prompt are not kept: there are as many lengths as
+        clients send, and a mask has the square of one.
+        """
+        inputs = self._steps.get(rows) if kind == STEP else None
+        if inputs is None:
             ids, slots, places, positions = torch.zeros(
                 4, rows, columns, dtype=torch.int64, device=self.device
             )
             read = columns if kind == PROMPT else self.slot_tokens
             mask = torch.zeros(rows, 1, columns, read, dtype=self._dtype, device=self.device)
-            self._inputs[shape] = _Inputs(
-                ids=ids, slots=slots, places=places, positions=positions, mask=mask
-            )
-        return self._inputs[shape]
+            inputs = _Inputs(ids=ids, slots=slots, places=places, positions=positions, mask=mask)
+            if kind == STEP:
+                self._steps[rows] = inputs
+        return inputs
 
     def _added(self, seen: Tensor) -> Tensor:
         """What a mask adds to scores: nothing where a column is seen, else the least number."""

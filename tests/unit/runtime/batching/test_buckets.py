@@ -1,5 +1,7 @@
 """Rows together on transformers' modules in padded batches, against each text alone."""
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -108,6 +110,24 @@ def test_without_buckets_there_is_a_shape_for_each_number_of_rows_and_each_lengt
         shapes = engine.shapes().run
     assert any(rows % 4 for kind, rows, _ in shapes if kind == STEP)
     assert {columns for kind, _, columns in shapes if kind == PROMPT} <= {*LENGTHS}
+
+
+def test_no_mask_of_a_prompt_outlives_it():
+    """Clients send prompts of every length, and a mask has the square of one."""
+    rows = RowModules(random_model(), device=CPU)
+    rows.begin(slots=1, tokens=40)
+    made, of_shape = [], rows._of_shape
+
+    def watched(*shape):
+        inputs = of_shape(*shape)
+        made.append(weakref.ref(inputs.mask))
+        return inputs
+
+    rows._of_shape = watched
+    for length in range(3, 9):
+        rows.prompts([[1] * length], [0], rows=1, columns=length)
+    gc.collect()
+    assert len(made) == 6 and all(mask() is None for mask in made)
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 24)])
