@@ -172,12 +172,16 @@ class Backend:
         linear: (x [..., in_features], the prepared weight, bias [out_features] or None) -> [...,
             out_features] in x's dtype.
         requirements: of a linear; the first that is not met is the reason why it cannot run.
+        round_input: (x, the prepared weight) -> x in the form that the product takes, such as codes
+            and scales. It depends on x and on the quantization of inputs alone, so linears of one
+            input may share it: `linear` takes it as a fourth argument. None: the product takes x.
     """
 
     name: str
     prepare: Callable[[QuantizedLinear, torch.dtype], Any]
-    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    linear: Callable[..., Tensor]
     requirements: tuple[Requirement, ...] = ()
+    round_input: Callable[[Tensor, Any], Any] | None = None
 
     def why_not(self, case: Case) -> str | None:
         """Why the backend cannot run a linear, in a sentence; None when it can."""

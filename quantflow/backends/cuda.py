@@ -96,9 +96,19 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
     return replay
 
 
-def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
+def _round_input(x: Tensor, linear: QuantizedLinear) -> tuple[Tensor, Tensor]:
+    """The codes of the tokens, [M, I], and their scale, [M, 1] or [1]."""
+    return linear.quantize_input(x.reshape(-1, x.shape[-1]))
+
+
+def _linear(
+    x: Tensor,
+    linear: QuantizedLinear,
+    bias: Tensor | None,
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
-    codes, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I], [M, 1] or [1]
+    codes, scale = _round_input(x, linear) if rounded is None else rounded
     # [I, O] column-major, [1, O] or [1, 1]
     weight, weight_scale = linear.weight.qvalue.t(), linear.weight.scale.t()
     if scale.numel() != 1 or weight_scale.numel() != 1:
@@ -121,9 +131,9 @@ def _block_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Blocks:
     return linear.weight.qvalue, padded.t(), linear.scheme.input
 
 
-def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
-    """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
-    weight, weight_scale, scheme = prepared
+def _block_round_input(x: Tensor, prepared: Blocks) -> tuple[Tensor, Tensor]:
+    """The codes of the padded tokens, [M, I], and their scales, [M, I / 128], column-major."""
+    scheme = prepared[2]
     rows = x.reshape(-1, x.shape[-1])  # [M, I]
     tokens = len(rows)
     # no tokens at all are padded too: cuBLAS refuses an empty product
@@ -131,7 +141,16 @@ def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
     split = rows.reshape(len(rows), -1, _BLOCK)  # [M, I / 128, 128]
     scale = affine.scale_per_token(split, scheme)  # [M, I / 128, 1]
     codes = affine.quantize(split, scale, None, scheme).flatten(1)  # [M, I]
-    scale = scale[..., 0].t().contiguous().t()  # [M, I / 128], column-major
+    return codes, scale[..., 0].t().contiguous().t()
+
+
+def _block_linear(
+    x: Tensor, prepared: Blocks, bias: Tensor | None, rounded: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
+    weight, weight_scale, _ = prepared
+    codes, scale = _block_round_input(x, prepared) if rounded is None else rounded
+    tokens = x.shape[:-1].numel()
     recipes: Any = functional.ScalingType
     result: Tensor = functional.scaled_mm(
         codes,
@@ -180,6 +199,7 @@ _FP8 = Backend(
     ),
     prepare=keep,
     linear=_linear,
+    round_input=_round_input,
 )
 _FP8_BLOCK = Backend(
     name="fp8_block_mm",
@@ -203,5 +223,6 @@ _FP8_BLOCK = Backend(
     ),
     prepare=_block_prepare,
     linear=_block_linear,
+    round_input=_block_round_input,
 )
 BACKENDS = (_FP8, _FP8_BLOCK)

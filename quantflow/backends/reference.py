@@ -24,10 +24,18 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> ReferenceOperands:
     )
 
 
-def _linear(x: Tensor, prepared: ReferenceOperands, bias: Tensor | None) -> Tensor:
+def _round_input(x: Tensor, prepared: ReferenceOperands) -> Tensor:
+    """The input after quantize and dequantize, [..., I]."""
+    return affine.fake_quantize_input(x, *prepared[1:])
+
+
+def _linear(
+    x: Tensor, prepared: ReferenceOperands, bias: Tensor | None, rounded: Tensor | None = None
+) -> Tensor:
     """The product x @ W.T + bias. x: [..., I] in the prepared dtype; returns [..., O]."""
-    weight, scheme, scale, zero_point = prepared
-    return functional.linear(affine.fake_quantize_input(x, scheme, scale, zero_point), weight, bias)
+    return functional.linear(
+        _round_input(x, prepared) if rounded is None else rounded, prepared[0], bias
+    )
 
 
-BACKEND = Backend(name="reference", prepare=_prepare, linear=_linear)
+BACKEND = Backend(name="reference", prepare=_prepare, linear=_linear, round_input=_round_input)

@@ -64,14 +64,25 @@ def _int8_prepare(
     )
 
 
+def _int8_round_input(
+    x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The codes of the tokens, [M or more, I], and their scale, [M, 1] or [1]."""
+    qvalue, scale = prepared[0].quantize_input(x.reshape(-1, x.shape[-1]))
+    if on_gpu(x):
+        qvalue = functional.pad(qvalue, (0, 0, 0, max(0, _TOKENS - len(qvalue))))
+    return qvalue, scale
+
+
 def _int8_linear(
-    x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None], bias: Tensor | None
+    x: Tensor,
+    prepared: tuple[QuantizedLinear, Tensor | None],
+    bias: Tensor | None,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     linear, offset = prepared
-    qvalue, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I]
-    tokens = len(qvalue)
-    if on_gpu(x):
-        qvalue = functional.pad(qvalue, (0, 0, 0, max(0, _TOKENS - tokens)))
+    qvalue, scale = _int8_round_input(x, prepared) if rounded is None else rounded
+    tokens = x.shape[:-1].numel()
     product = torch._int_mm(qvalue, linear.weight.qvalue.t())[:tokens]  # [M, O] int32
     if offset is not None:
         product -= offset
@@ -178,7 +189,11 @@ _INT8_PACK = (
 )
 BACKENDS = (
     backend.Backend(
-        name="int8_mm", requirements=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear
+        name="int8_mm",
+        requirements=_INT8_MM,
+        prepare=_int8_prepare,
+        linear=_int8_linear,
+        round_input=_int8_round_input,
     ),
     backend.Backend(
         name="int4_pack", requirements=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear

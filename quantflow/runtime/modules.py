@@ -1,7 +1,7 @@
 """Transformers' modules with an artifact's weights: the decoder where the lean one cannot run."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantflow.runtime.attention import choose_
 from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.linear import share_inputs_
 from quantflow.runtime.load import Loaded, loaded
 from quantflow.runtime.shapes import NO_SHAPES, Shapes
 from quantflow.runtime.transformers_decoder import TransformersDecoder
@@ -144,7 +145,10 @@ def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
             "run it on the CPU",
         )
     model = skeleton(artifact.config, dtype=artifact.dtype)
-    artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
+    names = NameMap(model).bind(artifact.names)
+    artifact.fill_(model, names.to_source, dtype=artifact.dtype)
+    if artifact.device.type not in ("cpu", hpu.NAME):
+        share_inputs_(model, _groups(artifact, names.to_module))
     drop_unread_(model)
     model.to(artifact.device)
     if on_gaudi and gaudi.captures:
@@ -152,3 +156,16 @@ def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
     elif on_gaudi and gaudi.compiles:
         hpu.compile_(model)
     return model
+
+
+def _groups(artifact: Artifact, to_module: Mapping[str, str]) -> list[list[str]]:
+    """The modules of linears that receive the same tensor, where they are quantized."""
+    return [
+        [
+            to_module[f"{name}.weight"].removesuffix(".weight")
+            for name in group.linears
+            if name in artifact.linears
+        ]
+        for layer in graph_for(artifact.config).layers
+        for group in layer.groups
+    ]
