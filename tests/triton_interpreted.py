@@ -1,24 +1,29 @@
-"""Products by Triton's kernels beside the equation, in its interpreter.
+"""Triton's kernels in its interpreter: products beside the equation, columns beside the loop.
 
 `tests/unit/backends/test_triton.py` runs it with TRITON_INTERPRET=1.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quantflow.algorithms import gptq
 from quantflow.backends import BACKENDS
 from quantflow.backends.triton import backends
+from quantflow.core.scheme import TensorScheme, preset
+from quantflow.numerics import columns_kernel, feedback
 from tests.triton_weights import IDS, WEIGHTS, by_definition, drawn, error
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """New memory holds NaN, so that what a kernel does not write is seen."""
+    """New memory holds NaN, or 99, so that what a kernel does not write is seen."""
     empty = torch.empty
 
     def filled(*shape, **words):
         made = empty(*shape, **words)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
+        return made.fill_(float("nan") if made.is_floating_point() else 99)
 
     monkeypatch.setattr(torch, "empty", filled)
 
@@ -48,3 +53,129 @@ def test_sums_before_they_are_rounded_are_exact_to_float32():
         else:
             found = w8a16.product(x, stored.codes, stored.scale, block=128)
         assert error(found, by_definition(x, linear, None)) < 1e-6
+
+
+# columns, rows, groups, bits, zero points
+BLOCKS = [
+    (1, 1, 1, 4, False),
+    (5, 33, 1, 8, False),
+    (128, 32, 4, 4, True),
+    (129, 31, 3, 3, False),
+    (300, 70, 6, 4, True),
+    (256, 65, 2, 2, True),
+]
+OF_BLOCKS = [f"{c}x{r} in {g}, {b} bits{', zeros' if z else ''}" for c, r, g, b, z in BLOCKS]
+
+
+@pytest.fixture
+def by_the_kernel(monkeypatch):
+    monkeypatch.setattr(
+        feedback, "_rounding_of_blocks", lambda device, scheme: columns_kernel.round_block_
+    )
+
+
+def rows_of(columns, rows, groups, bits, zeros, *, exact):
+    """Weights, scales, zero points, scheme and factor; all sums are exact where `exact`."""
+    generator = torch.Generator().manual_seed(columns + rows)
+
+    def drawn_in(low, high, *shape):
+        if exact:  # multiples of 2^-4, so products are those of 2^-8 and sums stay below 2^16
+            return torch.randint(16 * low, 16 * high + 1, shape, generator=generator) / 16
+        return torch.rand(shape, generator=generator) * (high - low) + low
+
+    scheme = TensorScheme(
+        kind="int", num_bits=bits, granularity="per_group", group_size=1, symmetric=not zeros
+    )
+    scales = 2.0 ** torch.randint(-3, 1, (groups, rows), generator=generator)
+    scales = scales if exact else scales * drawn_in(1, 2, groups, rows)
+    zero_points = None
+    if zeros:
+        zero_points = torch.randint(
+            scheme.qmin, scheme.qmax + 1, (groups, rows), generator=generator
+        ).float()
+    lower = drawn_in(-1, 1, columns, columns) / (1 if exact else columns**0.5)
+    below = torch.ones(columns, columns).tril(-1) > 0
+    factor = feedback.Feedback(
+        order=torch.randperm(columns, generator=generator),
+        lower=torch.where(below, lower, float("nan")),  # nothing else may be read
+        diagonal=torch.ones(columns).double(),
+        damping=0.01,
+        share=0.01,
+        decisions={},
+    )
+    return drawn_in(-4, 4, columns, rows), scales, zero_points, scheme, factor
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=OF_BLOCKS)
+def test_columns_have_the_bits_of_the_loop_where_sums_are_exact(case, poisoned, monkeypatch):
+    work, scales, zeros, scheme, factor = rows_of(*case, exact=True)
+    expected_work, found_work = work.clone(), work.clone()
+    expected = feedback.round_columns_(expected_work, scales, zeros, scheme=scheme, feedback=factor)
+    monkeypatch.setattr(
+        feedback, "_rounding_of_blocks", lambda device, scheme: columns_kernel.round_block_
+    )
+    found = feedback.round_columns_(found_work, scales, zeros, scheme=scheme, feedback=factor)
+    assert torch.equal(found, expected)
+    assert torch.equal(found_work, expected_work)
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=OF_BLOCKS)
+def test_every_column_is_rounded_to_the_nearest_of_its_aim(case, poisoned, by_the_kernel):
+    """Aims in float64 from the errors that came out; a sum of n float32 is within n 2^-24 of it."""
+    weight, scales, zeros, scheme, factor = rows_of(*case, exact=False)
+    work = weight.clone()
+    qvalue = feedback.round_columns_(work, scales, zeros, scheme=scheme, feedback=factor)
+    columns = len(work)
+    places = factor.order
+    scale = scales.repeat_interleave(columns // len(scales), 0)[places].double()
+    zero = 0.0 if zeros is None else zeros.repeat_interleave(columns // len(zeros), 0)[places]
+    code = qvalue[places].double()
+    real = scale * (code - zero)
+    # two roundings, of the product and of the difference
+    assert ((work - (weight - real)).abs() <= 2.0**-23 * (real.abs() + weight.abs())).all()
+    factors = torch.where(torch.ones(columns, columns).tril(-1) > 0, factor.lower, 0.0).double().T
+    aims = weight + factors @ work.double()
+    bound = (columns + 2) * 2.0**-24 * (weight.abs() + factors.abs() @ work.abs().double()) / scale
+    wanted = (aims / scale + zero).clamp(scheme.qmin, scheme.qmax)
+    assert ((code - wanted).abs() <= 0.5 + bound + 2.0**-20).all()
+    assert code.unique().numel() > 1 or qvalue.numel() == 1
+
+
+def test_gptq_by_the_kernel_takes_the_decisions_of_the_loop(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(600, 192, generator=generator) @ torch.randn(192, 192, generator=generator)
+    weights = {
+        name: torch.randn(rows, 192, generator=generator) for name, rows in (("q", 40), ("k", 9))
+    }
+    for name in ("W4A16_ASYM", "W8A16"):
+        scheme = preset(name)
+        if scheme.weights.group_size:
+            scheme = replace(scheme, weights=replace(scheme.weights, group_size=32))
+
+        def quantized(scheme=scheme):
+            statistics = {"hessian_sum": (x.T @ x).double(), "count": torch.tensor(len(x))}
+            return gptq.quantize_group(
+                weights, scheme, statistics=statistics, scale_dtype=torch.float32
+            )
+
+        expected = quantized()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                feedback, "_rounding_of_blocks", lambda device, scheme: columns_kernel.round_block_
+            )
+            found = quantized()
+        for linear, result in expected.items():
+            equal = (result.weight.qvalue == found[linear].weight.qvalue).double().mean()
+            assert equal >= 0.999
+            ours, theirs = (each[linear].decisions["output_error"] for each in (found, expected))
+            assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_the_kernel_takes_integers_and_no_codebooks():
+    assert columns_kernel.takes(preset("W4A16").weights)
+    assert columns_kernel.takes(preset("W2A16_ASYM").weights)
+    assert not columns_kernel.takes(preset("FP8").weights)
+    points = TensorScheme(
+        kind="int", num_bits=8, granularity="per_group", group_size=32, block_type="IQ4_NL"
+    )
+    assert not columns_kernel.takes(points)

@@ -18,8 +18,11 @@ arXiv:2307.13304 (LDLQ), which shows that this takes GPTQ's decisions.
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -200,29 +203,76 @@ def round_columns_(
     lower = feedback.lower
     columns, width = work.shape
     qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme), device=work.device)
-    rounded = torch.empty(width, device=work.device)
-    places = feedback.order.tolist()
-    group_size = columns // scales.shape[0]
+    round_block_ = partial(
+        _rounding_of_blocks(work.device, scheme),
+        work=work,
+        lower=lower,
+        order=feedback.order,
+        scales=scales,
+        zero_points=zero_points,
+        scheme=scheme,
+        qvalue=qvalue,
+    )
     # From the last row to the first, since `order` is reversed. `work` holds w_j in rows below
-    # `stop` and e_i from there on; `target` is t_j = w_j + sum_i e_i U_ij.
+    # `stop` and e_i from there on; the aims are t_j = w_j + sum_i e_i U_ij.
     for stop in range(columns, 0, -BLOCK):
         start = max(0, stop - BLOCK)
-        target = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
-        # [B, B]: row i holds the factors of the errors that reach column i
-        within = lower[start:stop, start:stop].T.contiguous()
-        with _ONE_AT_A_TIME:
-            for end in range(stop - start, 0, -_SUB_BLOCK):
-                begin = max(0, end - _SUB_BLOCK)
-                target[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
-                for i in range(end - 1, begin - 1, -1):
-                    wanted, error = target[i], work[start + i]
-                    if i + 1 < end:
-                        wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
-                    group = places[start + i] // group_size
-                    zero_point = None if zero_points is None else zero_points[group]
-                    torch.div(wanted, scales[group], out=rounded)
-                    qvalue[places[start + i]] = affine.round_(rounded, zero_point, scheme)
-                    if zero_point is not None:
-                        rounded -= zero_point
-                    error -= rounded.mul_(scales[group])  # e = w - q: in `work`, where w was
+        aims = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
+        round_block_(range(start, stop), aims)
     return qvalue
+
+
+def _rounding_of_blocks(device: torch.device, scheme: TensorScheme) -> Callable[..., None]:
+    """`_round_block_`, or on a GPU the kernel that computes it, where it takes the scheme."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return _round_block_
+    kernel = import_module("quantflow.numerics.columns_kernel")
+    return kernel.round_block_ if kernel.takes(scheme) else _round_block_
+
+
+def _round_block_(
+    columns: range,
+    aims: Tensor,
+    *,
+    work: Tensor,
+    lower: Tensor,
+    order: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    scheme: TensorScheme,
+    qvalue: Tensor,
+) -> None:
+    """Round a block of columns; write its qvalues, and its errors in the place of its weights.
+
+    Args:
+        columns: rows of `work` that are the block.
+        aims: [B, R], their weights and what the errors of later rows add to them; overwritten.
+        work: [I, R].
+        lower: [I, I].
+        order: [I].
+        scales: [G, R].
+        zero_points: [G, R], or None.
+        scheme: any.
+        qvalue: [I, R], in the order of the weights' own columns.
+    """
+    start, stop = columns.start, columns.stop
+    group_size = len(work) // scales.shape[0]
+    places = order[start:stop].tolist()
+    rounded = torch.empty(work.shape[1], device=work.device)
+    # [B, B]: row i holds the factors of the errors that reach column i
+    within = lower[start:stop, start:stop].T.contiguous()
+    with _ONE_AT_A_TIME:
+        for end in range(stop - start, 0, -_SUB_BLOCK):
+            begin = max(0, end - _SUB_BLOCK)
+            aims[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
+            for i in range(end - 1, begin - 1, -1):
+                wanted, error = aims[i], work[start + i]
+                if i + 1 < end:
+                    wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
+                group = places[i] // group_size
+                zero_point = None if zero_points is None else zero_points[group]
+                torch.div(wanted, scales[group], out=rounded)
+                qvalue[places[i]] = affine.round_(rounded, zero_point, scheme)
+                if zero_point is not None:
+                    rounded -= zero_point
+                error -= rounded.mul_(scales[group])  # e = w - q: in `work`, where w was

@@ -1,8 +1,12 @@
 """Error feedback: two columns by hand, and the factorisation that its header states."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 
 from quantflow.core.scheme import TensorScheme
+from quantflow.numerics import feedback as feedback_module
 from quantflow.numerics.feedback import Feedback, feedback_of, round_columns_
 
 INT4 = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
@@ -56,3 +60,21 @@ def test_the_loss_is_that_of_rounding_every_aim_to_nearest():
         rtol=1e-4,
         atol=0.0,
     )
+
+
+def test_the_kernel_of_gpus_is_never_used_on_a_cpu_nor_without_triton(monkeypatch):
+    loop, chosen = feedback_module._round_block_, feedback_module._rounding_of_blocks
+    imported = []
+    kernel = SimpleNamespace(round_block_=object(), takes=lambda scheme: scheme.num_bits == 4)
+    monkeypatch.setattr(
+        feedback_module, "import_module", lambda name: imported.append(name) or kernel
+    )
+    monkeypatch.setattr(feedback_module, "find_spec", lambda name: None)
+    for device in ("cpu", "cuda"):
+        assert chosen(torch.device(device), INT4) is loop
+    monkeypatch.setattr(feedback_module, "find_spec", lambda name: name)
+    assert chosen(torch.device("cpu"), INT4) is loop
+    assert imported == []
+    assert chosen(torch.device("cuda"), INT4) is kernel.round_block_
+    assert chosen(torch.device("cuda"), replace(INT4, num_bits=8)) is loop  # it does not take it
+    assert imported == ["quantflow.numerics.columns_kernel"] * 2
