@@ -3,8 +3,9 @@
     python benchmarks/triton_compiled.py           # the table of docs/gpu.md
     python benchmarks/triton_compiled.py --json
 
-Needs the package triton, and no GPU. `matrix` counts instructions of tensor cores (mma, wgmma,
-tcgen05, mfma) in the code of one program, `spilled` bytes of registers that went to memory.
+Needs the package triton, and no GPU. Of the code of one program, `instructions` counts all of the
+machine's, `matrix` those of tensor cores (mma, wgmma, tcgen05, mfma); `spilled` is bytes of
+registers that went to memory.
 """
 
 import argparse
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from quantflow.backends.triton import layout, w4a16, w8a16  # noqa: E402
+from quantflow.numerics import columns_kernel  # noqa: E402
 
 CARDS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -41,6 +43,12 @@ POINTERS = {
     "scale": "*fp32",
     "zero": "*u8",
     "y": "*fp32",
+    "work": "*fp32",
+    "aims": "*fp32",
+    "lower": "*fp32",
+    "order": "*i64",
+    "scales": "*fp32",
+    "zeros": "*fp32",
 }
 
 
@@ -53,16 +61,20 @@ def main() -> int:
         print(json.dumps(rows))
         return 0
     print(
-        "| kernel | tokens | card | shared memory, bytes | spilled, bytes | matrix instructions |"
+        "| kernel | of | card | shared memory, bytes | spilled, bytes | instructions | matrix "
+        "instructions |"
     )
-    print("|---|---:|---|---:|---:|---:|")
-    for row in sorted(rows, key=lambda row: (row["kernel"], row["tokens"])):
-        print("| {kernel} | {tokens} | {card} | {shared:,} | {spilled} | {matrix} |".format(**row))
+    print("|---|---|---|---:|---:|---:|---:|")
+    for row in sorted(rows, key=lambda row: row["kernel"]):
+        print(
+            "| {kernel} | {of} | {card} | {shared:,} | {spilled} | {instructions:,} | {matrix} |"
+            "".format(**row)
+        )
     return 0
 
 
 def compiled(card: str) -> list[dict[str, Any]]:
-    """What the kernels became for a card, for few and many tokens."""
+    """What the kernels became for a card: products of few and many tokens, columns of gptq."""
     rows = []
     for name, kernel in (("w4a16", w4a16.kernel), ("w8a16", w8a16.kernel)):
         for tokens in (1, 64):
@@ -77,51 +89,73 @@ def compiled(card: str) -> list[dict[str, Any]]:
                 "block_k": 128,
                 "dot": tl.bfloat16,
             }
-            signature = {
-                name: POINTERS.get(name, "constexpr" if name in chosen else "i32")
-                for name in kernel.arg_names
-            }
-            constants = {
-                (index,): chosen[name]
-                for index, name in enumerate(kernel.arg_names)
-                if name in chosen
-            }
-            # as torch's memory is, which lets loads be wide and copied ahead
-            aligned = {
-                (index,): [["tt.divisibility", 16]]
-                for index, name in enumerate(kernel.arg_names)
-                if name in POINTERS
-            }
-            made = triton.compile(
-                ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
-                target=CARDS[card],
-                options={"num_warps": layout.WARPS, "num_stages": 2 if card == "gfx942" else 3},
-            )
-            text = made.asm["amdgcn" if card == "gfx942" else "ptx"]
-            rows.append(
-                {
-                    "kernel": name,
-                    "tokens": tokens,
-                    "card": card,
-                    "shared": made.metadata.shared,
-                    "spilled": spilled(made),
-                    "matrix": len(re.findall(MATRIX, text)),
-                }
-            )
+            options = {"num_warps": layout.WARPS, "num_stages": 2 if card == "gfx942" else 3}
+            made = compile_for(card, kernel, chosen, options)
+            of = "1 token" if tokens == 1 else f"{tokens} tokens"
+            rows.append({"kernel": name, "of": of, "card": card, **counted(made)})
+    for zeroed in (False, True):
+        chosen = {
+            "qmin": -8.0,
+            "qmax": 7.0,
+            "zeroed": zeroed,
+            "block": 128,
+            "rows": columns_kernel.ROWS,
+        }
+        options = {"num_warps": columns_kernel.WARPS, "enable_fp_fusion": False}
+        made = compile_for(card, columns_kernel.kernel, chosen, options)
+        of = "128 columns, zero points" if zeroed else "128 columns"
+        rows.append({"kernel": "gptq", "of": of, "card": card, **counted(made)})
     return rows
+
+
+def compile_for(card: str, kernel: Any, chosen: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A kernel compiled for a card, with its constants chosen."""
+    names = list(enumerate(kernel.arg_names))
+    # a constant may have the name of another kernel's pointer
+    types = {
+        name: "constexpr" if name in chosen else POINTERS.get(name, "i32") for _, name in names
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(index,): chosen[name] for index, name in names if name in chosen},
+        # as torch's memory is, which lets loads be wide and copied ahead
+        attrs={(index,): [["tt.divisibility", 16]] for index, name in names if "*" in types[name]},
+    )
+    return triton.compile(source, target=CARDS[card], options=options)
+
+
+def counted(made: Any) -> dict[str, int]:
+    """The figures of a program."""
+    on_amd = "amdgcn" in made.asm
+    code = made.asm["amdgcn"] if on_amd else inspected(made, "-sass")
+    text = code if on_amd else made.asm["ptx"]
+    # a line of either begins with its mnemonic, that of a cubin behind its address
+    pattern = r"^\t[a-z]\w+ " if on_amd else r"^\s+/\*[0-9a-f]{4,}\*/\s+\S"
+    return {
+        "shared": made.metadata.shared,
+        "spilled": spilled(made),
+        "instructions": len(re.findall(pattern, code, re.MULTILINE)),
+        "matrix": len(re.findall(MATRIX, text)),
+    }
+
+
+def inspected(made: Any, option: str) -> str:
+    """What NVIDIA's cuobjdump, which Triton brings, says of a program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump"))
+        return subprocess.run(
+            [tool, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def spilled(made: Any) -> int:
     """The bytes of a program's registers that went to memory."""
     if "amdgcn" in made.asm:
         return sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", made.asm["amdgcn"]))) * 4
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        tool = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump"))
-        used = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    used = inspected(made, "-res-usage")
     (local,) = re.findall(r"LOCAL:(\d+)", used)
     (stack,) = re.findall(r"STACK:(\d+)", used)
     return max(int(local), int(stack))
