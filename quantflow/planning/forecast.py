@@ -10,9 +10,10 @@ The numbers are those that the stages check before they begin (quantflow/plannin
 Calibration text is assumed to fill all its samples, which is the most that it can.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, notes_of, open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, folded, obstacles
+from quantflow.planning.cards import CARDS, known, speed_of, token_bytes
 from quantflow.planning.cost import (
     MemoryNeed,
     need_export,
@@ -124,7 +126,12 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             device=device,
             dtype=dtype,
         )
-    stages = _stages(job, model, plans, lengths, stats, speed)
+    on_cards = recipe.compute.device.startswith("cuda") and not job.probe
+    cards = {
+        name: speed_of(card, model, plans, dtype=RUNNING[recipe.compute.dtype])
+        for name, card in (CARDS if on_cards else {}).items()
+    }
+    stages = _stages(job, model, plans, lengths, stats, speed, cards)
     limit, why = memory_limit(recipe.resources, resident=process_memory.usage().resident)
     return {
         "model": {
@@ -149,6 +156,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
         "artifacts": [
             _artifact(checkpoint, graph, model, plan, recipe)
             | {"notes": _notes(plan, recipe, shapes)}
+            | ({"token": _token(model, plan)} if on_cards else {})
             for plan in plans
         ],
         "total": {
@@ -191,17 +199,26 @@ def _stages(
     lengths: Sequence[int],
     stats: Sequence[str],
     speed: Speed | None,
+    cards: Mapping[str, Speed],
 ) -> list[dict[str, Any]]:
     """Needs of each stage of the run, in the order in which they run."""
     recipe = job.recipe
     stages = []
+
+    def took(of: Callable[[Speed], float], plan: Plan | None = None) -> dict[str, Any]:
+        seconds = {"seconds": None if speed is None else of(speed)}
+        if not cards:
+            return seconds
+        there = {} if plan is not None and not known(plan) else cards
+        return seconds | {"cards": {name: of(each) for name, each in there.items()}}
+
     dtype = RUNNING[job.recipe.compute.dtype]
     windows = [recipe.validate.sequence_length] * -(
         -recipe.validate.tokens // recipe.validate.sequence_length
     )
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
-        seconds = None if speed is None else speed.measure(model, share, stats)
+        seconds = took(lambda each: each.measure(model, share, stats))
         there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
         stages.append(
             _stage(
@@ -218,21 +235,36 @@ def _stages(
         need = (
             need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         )
-        seconds = None if speed is None else speed.quantize(model, plan, used)
+        seconds = took(partial(_quantize, model=model, plan=plan, lengths=used), plan)
         there = quantize_on_device(model, plan, lengths=used)
         stages.append(_stage("quantize", plan.name, need, job, seconds, there=there))
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
-        seconds = None if speed is None else speed.export(model, plan)
+        seconds = took(partial(_export, model=model, plan=plan))
         stages.append(_stage("export", plan.name, need, job, seconds))
         # `run` takes the shipped text where none is named
         if job.measured or recipe.validate.text is not None:
             need = need_validate(model, lengths=windows, models=3, head=plan.head)
-            seconds = None if speed is None else speed.validate(model, windows)
+            seconds = took(lambda each: each.validate(model, windows))
             there = validate_on_device(
                 model, lengths=windows, models=3, dtype=dtype, head=plan.head
             )
             stages.append(_stage("validate", plan.name, need, job, seconds, there=there))
     return stages
+
+
+def _quantize(speed: Speed, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
+    return speed.quantize(model, plan, lengths)
+
+
+def _export(speed: Speed, model: ModelSize, plan: Plan) -> float:
+    return speed.export(model, plan)
+
+
+def _token(model: ModelSize, plan: Plan) -> dict[str, Any]:
+    """Bytes that decoding a token reads on a GPU, and the most tokens a second of each card."""
+    moved = token_bytes(model, plan)
+    rates = {name: 1 / moved.least_seconds(card, positions=0) for name, card in CARDS.items()}
+    return {"weights": moved.weights, "position": moved.position, "tokens_per_second": rates}
 
 
 def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
@@ -247,7 +279,7 @@ def _stage(
     artifact: str | None,
     need: MemoryNeed,
     job: PlanJob,
-    seconds: float | None,
+    seconds: Mapping[str, Any],
     *,
     there: DeviceMemoryNeed | None = None,
 ) -> dict[str, Any]:
@@ -258,7 +290,7 @@ def _stage(
         artifact: name of the artifact; None stands for all.
         need: memory of the host, and disk.
         job: job with the limits.
-        seconds: duration; None is not known.
+        seconds: duration, None where it is not known; and those by cards, where they are.
         there: memory of the device; None for a stage that runs no layers.
     """
     about = {
@@ -266,7 +298,7 @@ def _stage(
         "artifact": artifact,
         "result": need.result,
         "scratch": need.scratch,
-        "seconds": seconds,
+        **seconds,
     }
     if job.recipe.compute.device != "cpu":
         about["device_memory"] = None if there is None else there.peak

@@ -176,6 +176,31 @@ def test_a_probe_says_how_long_it_takes(planned, llama):
     assert found["total"]["seconds"] == pytest.approx(sum(seconds))
 
 
+def test_a_plan_for_a_gpu_that_is_not_here_has_seconds_by_card_and_bytes_of_a_token(
+    planned, llama, capsys
+):
+    words = (llama, "--for", "W4A16:gptq,W4A16:yaqa", "--set", "quantize.0.group_size=32")
+    words += ("--set", "quantize.1.group_size=32")
+    here, there = planned(*words), planned(*words, "--device", "cuda")
+    assert not any("cards" in stage for stage in here["stages"])
+    assert not any("token" in artifact for artifact in here["artifacts"])
+    assert there["total"]["seconds"] is None  # no card is here
+    for stage in there["stages"]:
+        # yaqa rounds in host memory
+        of_host = (stage["stage"], stage["artifact"]) == ("quantize", "w4a16-yaqa")
+        assert (stage["cards"] == {}) == of_host
+        assert all(math.isfinite(each) and each > 0 for each in stage["cards"].values())
+    (gptq, _) = there["artifacts"]
+    token = gptq["token"]
+    assert token["tokens_per_second"]["H100"] == pytest.approx(3.35e12 / token["weights"])
+    # everything but the embedding and the last norm is read for a token
+    embedding, norm = 320 * 64 * 2, 64 * 2
+    assert token["weights"] == gptq["tensor_bytes"] - embedding - norm
+    assert run("plan", *words, "--device", "cuda") == 0
+    out = capsys.readouterr().out
+    assert "H100" in out and "a decoded token reads" in out and "--probe times" in out
+
+
 def test_the_tables_say_what_a_person_asks(llama, capsys):
     assert run("plan", llama, "--for", "FP8_DYNAMIC") == 0
     out = capsys.readouterr().out
