@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    tokens = QUICK if given.quick else TOKENS
+    tokens = given.tokens
     about = {"machine": machine(work), "tokens": tokens, "calibration": [SAMPLES, LENGTH]}
     versions = {name: version(name) for name in ("torch", "transformers")}
     about["versions"] = {"quantflow": __version__, **versions}
@@ -64,7 +64,7 @@ def _run(given: argparse.Namespace) -> int:
     try:
         need_tools()
         for name in given.models:
-            model = make_model(name, work, minutes=given.minutes)
+            model = make_model(name, work, budget=given.budget)
             text = make_text(name, model, work / "text", tokens=tokens)
             sparse = has_experts(model)
             gguf, names = (None, None) if sparse else export_gguf(model, work / "gguf" / name)
@@ -217,14 +217,24 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"evaluate {QUICK} tokens instead of {TOKENS}"
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument(
+        "--tokens", type=int, default=TOKENS, help=f"held-out tokens to evaluate (default {TOKENS})"
     )
-    parser.add_argument(
+    text.add_argument(
+        "--quick", dest="tokens", action="store_const", const=QUICK, help=f"{QUICK} of them"
+    )
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
         "--minutes",
         type=float,
         default=10.0,
         help="of training each model that is trained (default 10)",
+    )
+    budget.add_argument(
+        "--steps",
+        type=int,
+        help="of training each, in place of minutes: the same model however busy the machine is",
     )
     parser.add_argument(
         "--results",
@@ -251,6 +261,11 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         parser.error(f"--rounds {given.rounds}: at least 1")
+    given.budget = (
+        ("--minutes", f"{given.minutes:g}")
+        if given.steps is None
+        else ("--steps", str(given.steps))
+    )
     return given
 
 

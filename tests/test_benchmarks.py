@@ -4,6 +4,7 @@ Bits are counted, rows scored, bars judged, tables printed, folders locked.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from quantflow.exporting import export
@@ -429,6 +431,43 @@ def test_the_mixture_that_is_trained_has_twelve_million_weights_and_sends_a_toke
     assert 12e6 < sum(parameter.numel() for parameter in model.parameters()) < 12.5e6
     assert (model.config.num_experts, model.config.num_experts_per_tok) == (16, 4)
     assert model.config.output_router_logits, "tokens are spread over the experts"
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "budget"),
+    [
+        ([], 16000, ("--minutes", "10")),
+        (["--quick", "--minutes", "2.5"], 1000, ("--minutes", "2.5")),
+        (["--tokens", "4096", "--steps", "300"], 4096, ("--steps", "300")),
+    ],
+)
+def test_the_text_of_the_comparison_and_the_training_are_as_long_as_was_said(
+    part, words, tokens, budget
+):
+    given = part("accuracy")._arguments(words)
+    assert (given.tokens, given.budget) == (tokens, budget)
+
+
+def test_a_training_of_so_many_steps_makes_the_same_weights_at_any_pace(
+    part, monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples" / "tiny-llama"))
+    train = part("_accuracy.train_model").train
+    monkeypatch.setattr(train.torch, "compile", lambda model: model)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    tokens = torch.randint(0, 32, (4 * train.SEQUENCE,))
+    weights = []
+    for pace in (1.0, 1e6):  # seconds from one look at the clock to the next
+        clock = itertools.count(0.0, pace)
+        monkeypatch.setattr(train.time, "monotonic", lambda clock=clock: next(clock))
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+        told = {"minutes": 0.0, "peak": 1e-2, "decay": 0.1, "seed": 0, "snapshot": tmp_path}
+        record = train.train(model, tokens, tokens, steps=3, sequences=1, **told)
+        assert record["steps"] == 3
+        weights.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    assert torch.equal(*weights)
 
 
 def test_a_model_that_128_does_not_divide_has_its_four_bits_in_groups_of_64(part, tmp_path):

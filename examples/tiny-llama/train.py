@@ -136,10 +136,12 @@ def train(
     snapshot: Path,
     products: torch.dtype = torch.bfloat16,
     sequences: int = BATCH,
+    steps: int | None = None,
 ) -> dict[str, object]:
     """Train in place for `minutes` of wall time, `sequences` a step; the record of the run.
 
-    A snapshot is saved every 200 steps. Products of matrices are in `products`.
+    Where `steps` are given these are the budget, and how busy the machine is makes no difference to
+    the weights. A snapshot is saved every 200 steps. Products of matrices are in `products`.
     """
     generator = torch.Generator().manual_seed(seed)
     pairs = optimizers(model, peak=peak, decay=decay)
@@ -149,7 +151,12 @@ def train(
     heldout_curve: list[tuple[int, float]] = []
     order: list[int] = []
     smooth = math.log(VOCABULARY)
-    while (done := (time.monotonic() - begin) / (minutes * 60)) < 1.0:
+
+    def used() -> float:
+        """The share of the budget that is behind."""
+        return step / steps if steps else (time.monotonic() - begin) / (minutes * 60)
+
+    while (done := used()) < 1.0:
         if len(order) < sequences:  # a new epoch, cut at another offset
             offset = int(torch.randint(SEQUENCE, (), generator=generator))
             starts = torch.arange(offset, len(tokens) - SEQUENCE, SEQUENCE)
