@@ -4,7 +4,8 @@ Minimised is the error of the output, tr((W - Q) H (W - Q)^T) with the Hessian H
 error of the weight. Columns are processed in order of the Hessian's diagonal, the largest first
 (act-order). Groups, scales and zero points stay in place (compressed-tensors: `actorder: weight`).
 Scales come from the original weight, from the multiple of each range that loses least; the
-Hessian's diagonal is the importance of each column.
+Hessian's diagonal is the importance of each column. Where 4 or 8 neighbours are one entry of a
+codebook they are rounded together, under the metric of their part of H.
 
 The form used here needs no inverse of H (quantflow/numerics/feedback.py). With H = (I + U) D (I +
 U)^T, U strictly upper triangular, D diagonal, and E = W - Q with columns e_j,
@@ -30,7 +31,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantflow.core import groups
+from quantflow.core import codebooks, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.result import JSON, GroupResult
@@ -43,8 +44,10 @@ from quantflow.numerics.feedback import (
     Feedback,
     feedback_of,
     gathered,
+    order_of_units,
     per_row,
     round_columns_,
+    round_units_,
 )
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
 from quantflow.numerics.statistics import COUNT
@@ -134,10 +137,13 @@ def quantize_group(
         either_sign=sign,
         workers=workers,
     )
+    kind = scheme.weights.block
+    units = codebooks.unit(kind) if kind is not None and kind.codebook is not None else None
     feedback = feedback_of(
         hessian_sum,
         name=next(iter(weights)),
         statistic=HESSIAN_SUM.name,
+        order=None if units is None else order_of_units(hessian_sum.diagonal(), units),
         workers=workers,
         in_place=in_place,
     )
@@ -214,7 +220,10 @@ def _round_rows(
     """Write the qvalues of some rows of the group."""
     work = gathered([weights[name][rows] for name, rows in pieces], order=feedback.order)  # [I, R]
     scales, zero_points = per_row([(grids[name], rows) for name, rows in pieces])
-    qvalue = round_columns_(work, scales, zero_points, scheme=scheme, feedback=feedback)
+    if scheme.block is not None and scheme.block.codebook is not None:
+        qvalue = round_units_(work, scales, scheme=scheme, feedback=feedback)
+    else:
+        qvalue = round_columns_(work, scales, zero_points, scheme=scheme, feedback=feedback)
     first = 0
     for name, rows in pieces:
         last = first + rows.stop - rows.start

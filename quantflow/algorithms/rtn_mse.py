@@ -20,6 +20,7 @@ from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.support import SHARED_SCALE, Supports
 from quantflow.errors import SchemeError
+from quantflow.numerics.block_grids import positive
 from quantflow.numerics.grid import either_sign, weight_grids
 from quantflow.numerics.rounding import rounded
 
@@ -99,5 +100,7 @@ def quantize_group(
     )
     return {
         name: GroupResult(weight=weight, decisions={"zero_groups": grids[name].zero_groups})
-        for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()
+        for name, weight in rounded(
+            weights, grids, scheme.weights, importance=positive(importance), workers=workers
+        ).items()
     }

@@ -193,7 +193,14 @@ def sign_of_scales(scheme: TensorScheme) -> str:
     return "not zero" if scheme.kind == "int" and scheme.symmetric else "positive"
 
 
-def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: TensorScheme,
+    *,
+    importance: Tensor | None = None,
+) -> Tensor:
     """The qvalues of `x`: int8 (of fewer bits too) or the flavour's float8 dtype, saturating.
 
     NaN stays NaN in float8. Integers have no code for it, so a caller that quantizes to int refuses
@@ -204,14 +211,21 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Tensor
         scale: float32, broadcastable against x.
         zero_point: int8, of scale's shape, or None.
         scheme: its kind, num_bits and float8 are read.
+        importance: as in `round_`.
     """
     scaled = x.float() / scale
     if scheme.kind == "float":
         return float8.cast_(scaled, scheme.float8)
-    return round_(scaled, zero_point, scheme).to(torch.int8)
+    return round_(scaled, zero_point, scheme, importance=importance).to(torch.int8)
 
 
-def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+def round_(
+    scaled: Tensor,
+    zero_point: Tensor | None,
+    scheme: TensorScheme,
+    *,
+    importance: Tensor | None = None,
+) -> Tensor:
     """Replace x / scale by the qvalue of x, as a float32; return it.
 
     The part of `quantize` that an algorithm may do in memory of its own, to the same bits.
@@ -220,11 +234,13 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
         scaled: x / scale, float32.
         zero_point: any dtype that holds its integers, broadcastable against scaled, or None.
         scheme: its kind, num_bits and float8 are read.
+        importance: importance of each value, broadcastable against scaled; it matters to the
+            entries of a codebook alone. None counts all values alike.
     """
     if scheme.kind == "float":
         return float8.round_(scaled, scheme.float8)
     if scheme.block is not None and scheme.block.points:
-        return blocks.round_(scaled, scheme.block)
+        return blocks.round_(scaled, scheme.block, importance)
     if zero_point is not None:
         scaled += zero_point
     return scaled.round_().clamp_(scheme.qmin, scheme.qmax)

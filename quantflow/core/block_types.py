@@ -13,6 +13,10 @@ The points of IQ4_NL and IQ4_XS lie unevenly, closer around zero, and zero is no
 there is the point itself, an int8; a block stores the point's number. The points of TQ1_0 and TQ2_0
 are -1, 0 and 1.
 
+IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS and IQ2_XXS have a codebook: the magnitudes of 4 or 8 neighbours are
+one entry of a table, and their signs stand beside its number (quantflow/core/codebooks.py). Zero is
+no magnitude. A scale is d times an odd integer, divided by a power of two.
+
 Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which define the bytes of a
 block.
 """
@@ -20,6 +24,28 @@ block.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codebook:
+    """How a block stores the magnitudes and signs of neighbours.
+
+    Attributes:
+        length: neighbours whose magnitudes are one entry.
+        entries: number of entries.
+        even_signs: whether of 8 neighbours an even number is negative: 7 signs are stored then, and
+            the eighth follows.
+    """
+
+    length: int
+    entries: int
+    even_signs: bool = False
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element, without its scale."""
+        signs = 7 / 8 if self.even_signs else 1.0
+        return (self.entries.bit_length() - 1) / self.length + signs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +64,9 @@ class BlockType:
             negative one.
         points: values of a qvalue, ascending, where these are not all integers of its bits; else
             empty.
+        codebook: record of the codebook that neighbours are entries of; None without one.
+        divisor: power of two by which d times an odd integer is divided; None where the integers of
+            scales need not be odd.
     """
 
     name: str
@@ -48,6 +77,8 @@ class BlockType:
     scale_bits: int | None = None
     signed: bool = False
     points: tuple[int, ...] = ()
+    codebook: Codebook | None = None
+    divisor: int | None = None
 
     @property
     def groups(self) -> int:
@@ -71,6 +102,8 @@ class BlockType:
         Only types whose blocks have a d have one.
         """
         assert self.scale_bits is not None
+        if self.divisor is not None:
+            return 1, (2 << self.scale_bits) - 1
         if self.signed:
             return -(1 << (self.scale_bits - 1)), (1 << (self.scale_bits - 1)) - 1
         return 0, (1 << self.scale_bits) - 1
@@ -78,6 +111,32 @@ class BlockType:
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _TERNARY = (-1, 0, 1)
+
+
+def _of_entries(
+    name: str,
+    magnitudes: tuple[int, ...],
+    codebook: Codebook,
+    *,
+    group_size: int,
+    divisor: int,
+) -> BlockType:
+    """A type with a codebook of these magnitudes, of either sign."""
+    return BlockType(
+        name=name,
+        num_bits=8,
+        group_size=group_size,
+        elements=256,
+        scale_bits=4,
+        points=(*(-magnitude for magnitude in reversed(magnitudes)), *magnitudes),
+        codebook=codebook,
+        divisor=divisor,
+    )
+
+
+_IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
+_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
+_IQ2 = (8, 25, 43)
 
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
@@ -113,6 +172,29 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
                 signed=True,
                 points=_IQ4,
             ),
+            _of_entries("IQ3_S", _IQ3_S, Codebook(length=4, entries=512), group_size=32, divisor=1),
+            _of_entries(
+                "IQ3_XXS",
+                _IQ3_XXS,
+                Codebook(length=4, entries=256, even_signs=True),
+                group_size=32,
+                divisor=4,
+            ),
+            _of_entries("IQ2_S", _IQ2, Codebook(length=8, entries=1024), group_size=16, divisor=8),
+            _of_entries(
+                "IQ2_XS",
+                _IQ2,
+                Codebook(length=8, entries=512, even_signs=True),
+                group_size=16,
+                divisor=8,
+            ),
+            _of_entries(
+                "IQ2_XXS",
+                _IQ2,
+                Codebook(length=8, entries=256, even_signs=True),
+                group_size=32,
+                divisor=8,
+            ),
             BlockType(name="TQ1_0", num_bits=2, group_size=256, elements=256, points=_TERNARY),
             BlockType(name="TQ2_0", num_bits=2, group_size=256, elements=256, points=_TERNARY),
         )
@@ -128,6 +210,11 @@ SMALLER: Mapping[str, str] = MappingProxyType(
         "Q5_K": "Q5_1",
         "Q6_K": "Q8_0",
         "IQ4_XS": "IQ4_NL",
+        "IQ3_S": "IQ4_NL",
+        "IQ3_XXS": "IQ4_NL",
+        "IQ2_S": "IQ4_NL",
+        "IQ2_XS": "IQ4_NL",
+        "IQ2_XXS": "IQ4_NL",
         "TQ1_0": "Q4_0",
         "TQ2_0": "Q4_0",
     }

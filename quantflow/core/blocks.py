@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from quantflow.core import codebooks
 from quantflow.core.block_types import BlockType
 
 _LEAST = 2.0**-24  # float16's smallest number
@@ -22,22 +23,29 @@ def _points(kind: BlockType, device: torch.device) -> tuple[Tensor, Tensor]:
     return points, (points[1:] + points[:-1]) / 2
 
 
-def round_(scaled: Tensor, kind: BlockType) -> Tensor:
+def round_(scaled: Tensor, kind: BlockType, importance: Tensor | None = None) -> Tensor:
     """Replace values by the nearest points of a type; return them.
 
     In the middle the larger point is taken, as llama.cpp does.
 
     Args:
-        scaled: x / scale, float32, any shape.
+        scaled: x / scale, float32, any shape; with a codebook its last dimension is a group's.
         kind: type with points.
+        importance: importance of each value, broadcastable against scaled; only a codebook, whose
+            entries stand for several values, reads it.
     """
+    if kind.codebook is not None:
+        return codebooks.round_(scaled, kind, importance)
     points, limits = _points(kind, scaled.device)
     return scaled.copy_(points[torch.bucketize(scaled, limits, out_int32=True, right=True)])
 
 
 def holds(qvalue: Tensor, kind: BlockType) -> bool:
-    """Whether every qvalue, int8 of any shape, is a point of a type that has points."""
-    return torch.equal(round_(qvalue.float(), kind).to(torch.int8), qvalue)
+    """Whether the qvalues [O, I] int8 are points of a type that has points, and whole entries."""
+    points, _ = _points(kind, qvalue.device)
+    if not torch.isin(qvalue, points.to(torch.int8)).all():
+        return False
+    return kind.codebook is None or codebooks.holds(qvalue, kind)
 
 
 def codes(qvalue: Tensor, kind: BlockType) -> Tensor:
@@ -73,14 +81,19 @@ def steps_of(scale: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
         kind: type whose blocks have a d.
 
     Returns:
-        d: [O, B] float32, rounded to float16; integers: [O, B, groups] float32, none of them zero.
+        d: [O, B] float32, rounded to float16, and divided by the type's divisor where it has one;
+        integers: [O, B, groups] float32, none of them zero.
     """
     split = scale.view(len(scale), -1, kind.groups)  # [O, B, groups]
     lowest, highest = kind.steps
     largest = lowest if kind.signed else highest
     place = split.abs().argmax(dim=-1, keepdim=True)  # [O, B, 1]
     d = split.gather(-1, place) / largest
-    d = d.abs().half().float().clamp_min(_LEAST).copysign(d)
+    divisor = kind.divisor or 1
+    d = (d.abs() * divisor).half().float().clamp_min(_LEAST).div_(divisor).copysign(d)
+    if kind.divisor is not None:  # odd ones
+        steps = (split / d - 1).div_(2).round_().mul_(2).add_(1).clamp_(lowest, highest)
+        return d[..., 0], _with_largest(steps, place, largest, d * divisor)
     steps = (split / d).round_()
     smallest = torch.ones_like(steps).copysign_(split * d)
     steps = torch.where(steps == 0, smallest, steps).clamp_(lowest, highest)

@@ -209,12 +209,16 @@ class TensorScheme:
 
     @property
     def code_bits(self) -> int:
-        """The bits that distinguish the points.
+        """The bits that distinguish the points, of a codebook to the nearest bit.
 
         They are fewer than `num_bits` where a block type has points of its own.
         """
-        points = () if self.block is None else self.block.points
-        return (len(points) - 1).bit_length() if points else self.num_bits
+        kind = self.block
+        if kind is None or not kind.points:
+            return self.num_bits
+        if kind.codebook is not None:
+            return round(kind.codebook.bits)
+        return (len(kind.points) - 1).bit_length()
 
     @property
     def measured(self) -> bool:
@@ -468,6 +472,13 @@ MIXTURES: dict[str, str] = {
     "Q4_K_S": "Q4_K",
     "Q5_K_M": "Q5_K",
     "Q5_K_S": "Q5_K",
+    "IQ2_XXS": "IQ2_XXS",
+    "IQ2_XS": "IQ2_XS",
+    "IQ2_M": "IQ2_S",
+    "IQ3_XXS": "IQ3_XXS",
+    "IQ3_XS": "IQ3_S",
+    "IQ3_S": "IQ3_S",
+    "IQ3_M": "IQ3_S",
     "IQ4_NL": "IQ4_NL",
     "IQ4_XS": "IQ4_XS",
 }

@@ -11,11 +11,11 @@ Fails    2 a dtype that does not hold a tensor, 3 unusable input, 5 the folder i
 Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit, and
 so do those of MXFP4, beside which everything else keeps its dtype. The artifact's other matrices
 get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least
-squared error: the head Q6_K where its rows fit, Q8_0 otherwise, the embedding the linears' usual
-type, or the head's where the two are one. With a dtype, and for all other models, matrices have the
-chosen dtype. Vectors (norms, biases) and routers have float32. The experts of a layer are one
-tensor. A piece of a tensor is in memory at a time. Before the folder appears the file is read
-again: its header, and every tensor against the source.
+squared error: the head Q6_K, or Q5_K beside few bits, where its rows fit, Q8_0 otherwise, the
+embedding the linears' usual type or one of more bits, or the head's where the two are one. With a
+dtype, and for all other models, matrices have the chosen dtype. Vectors (norms, biases) and routers
+have float32. The experts of a layer are one tensor. A piece of a tensor is in memory at a time.
+Before the folder appears the file is read again: its header, and every tensor against the source.
 """
 
 from collections import Counter
@@ -55,9 +55,22 @@ CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # by the linears' usual type, as llama.cpp's quantizer has it
-_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"
+_HEAD_USUALLY = "Q6_K"
+_HEAD_TYPE = {
+    "Q8_0": "Q8_0",
+    **dict.fromkeys(("IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), "Q5_K"),
+}
+# of a head whose rows are no whole blocks
+_HEAD_SMALLER = "Q8_0"
 # of the embedding, where it is not that of most linears
-_EMBEDDING_TYPE = {"TQ1_0": "Q4_K", "TQ2_0": "Q4_K"}
+_EMBEDDING_TYPE = {
+    "TQ1_0": "Q4_K",
+    "TQ2_0": "Q4_K",
+    "IQ3_XXS": "IQ3_S",
+    "IQ2_S": "IQ3_S",
+    "IQ2_XS": "Q2_K",
+    "IQ2_XXS": "Q2_K",
+}
 # of keys that are transposed, which cannot stay in the blocks of their rows
 _TRANSPOSED = "Q8_0"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
@@ -240,9 +253,9 @@ def _type_of(tensor: FileTensor, weights: GGUFWeights, dtype: str, *, tied: bool
         return weights.dtypes[source]
     if tensor.name == EMBEDDING and not tied:
         wanted = _EMBEDDING_TYPE.get(dtype, dtype)
+        choices = (wanted, SMALLER.get(wanted, wanted))
     else:
-        wanted = _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
-    choices = (wanted, SMALLER.get(wanted, wanted))
+        choices = (_HEAD_TYPE.get(dtype, _HEAD_USUALLY), _HEAD_SMALLER)
     fitting = (kind for kind in choices if tensor.shape[1] % BLOCK_TYPES[kind].elements == 0)
     return next(fitting, weights.dtypes[source])
 

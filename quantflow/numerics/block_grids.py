@@ -23,6 +23,8 @@ from quantflow.core.scheme import TensorScheme
 _MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # multiples of the range: 1.06 to 0.63
 # of the three points of a type whose others are none, the middle one takes most of a group
 _TERNARY_MULTIPLES = tuple(step / 32 for step in range(34, 3, -1))
+# few entries have the largest magnitude in several places
+_CODEBOOK_MULTIPLES = tuple(step / 32 for step in range(44, 16, -4))
 _ROUNDS = 2  # rounds in which integers of scales move by one
 
 
@@ -50,7 +52,7 @@ class _Groups:
     def points(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """The nearest qvalues, [O, G, g] float32, for scale and minimum [O, G]."""
         scaled = (self.values + minimum[..., None]).div_(scale[..., None])
-        return affine.round_(scaled, None, self.scheme)
+        return affine.round_(scaled, None, self.scheme, importance=self.matters)
 
     def loss(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """The loss of each group, [O, G]."""
@@ -61,6 +63,13 @@ class _Groups:
             .sub_(self.values)
         )
         return self.summed(error.square_())
+
+
+def positive(importance: Tensor) -> Tensor:
+    """Importances [I], at least zero, as positive float32 numbers of at most 1."""
+    matters = importance.float()
+    matters = matters + matters.mean() * 1e-6 + torch.finfo(torch.float32).tiny
+    return matters / matters.amax()
 
 
 def searched(
@@ -78,9 +87,8 @@ def searched(
     kind = scheme.block
     assert kind is not None
     split = groups.to_groups(weight, kind.group_size)  # [O, G, g]
-    matters = importance.float().reshape(split.shape[1:])
-    matters = matters + matters.mean() * 1e-6 + torch.finfo(torch.float32).tiny
-    cut = _Groups(values=split, matters=matters / matters.amax(), scheme=scheme)
+    matters = positive(importance).view(split.shape[1:])
+    cut = _Groups(values=split, matters=matters, scheme=scheme)
     scale, minimum = _fitted(cut, kind)
     scale = blocks.stored(scale, kind)
     minimum = blocks.stored_minima(minimum, kind) if kind.minima else minimum
@@ -101,6 +109,8 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
     longest = torch.where(-low >= high, low, high)
     ends = (scheme.qmin,) if scheme.qmin + scheme.qmax in (-1, 0) else (scheme.qmin, scheme.qmax)
     multiples = _TERNARY_MULTIPLES if len(kind.points) == 3 else _MULTIPLES
+    if kind.codebook is not None:  # signs are those of the entries, and scales positive
+        multiples, longest, ends = _CODEBOOK_MULTIPLES, longest.abs(), (scheme.qmax,)
     free = kind.scale_bits is None  # a minimum that is a float16 may be negative
     for multiple, end in itertools.product(multiples, ends):
         if kind.minima:
@@ -180,11 +190,12 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
         )
         minimum_fixed = (minima == highest) | (unit_of_minima == 0)
     best_steps, best_minima, least = steps, minima, cut.loss(scale, minimum)
+    distance = 1 if kind.divisor is None else 2  # of two integers
     for up in (-1, 0, 1):
         for more in (-1, 0, 1) if kind.minima else (0,):
             if up == more == 0:
                 continue
-            new = steps + up
+            new = steps + up * distance
             new_minima = minima + more
             allowed = (
                 (new != 0) & (new >= lowest + kind.signed) & (new <= highest) & ~(fixed & (up != 0))

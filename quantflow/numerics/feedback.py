@@ -14,6 +14,15 @@ to w_j, not subtracted; tests/unit/numerics/test_feedback.py works that by hand.
 
 Columns are taken in order of the Hessian's diagonal, the largest first. Source: Chee et al. 2023,
 arXiv:2307.13304 (LDLQ), which shows that this takes GPTQ's decisions.
+
+Neighbours that are one entry of a codebook are rounded together. For a unit V of columns, with c_j
+the part of the sum over columns outside of it and A = (I + U_VV)^T, its terms are
+
+    sum_{j in V} D_j * |(A (w - q))_j + c_j|^2 = (q - t)^T M (q - t),
+    t = w + A^-1 c,    M = A^T D A,
+
+so q is the entry nearest to t under M. Source: van Baalen et al. 2024, arXiv:2402.15319 (GPTVQ),
+which rounds vectors so, there by M's diagonal alone.
 """
 
 import math
@@ -27,7 +36,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, groups
+from quantflow.core import affine, codebooks, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import qvalue_dtype
 from quantflow.core.result import JSON
@@ -60,6 +69,7 @@ class Feedback:
             times a power of two; the diagonal has no meaning.
         diagonal: [I] float64, the diagonal of the matrix in that order, times the same power of
             two.
+        pivots: [I] float32, the diagonal of D in that order, times the same power of two.
         damping: number added to the diagonal, in the matrix's own scale.
         share: the damping as a fraction of the mean diagonal.
         decisions: damping, attempts and dead channels, for the record.
@@ -68,6 +78,7 @@ class Feedback:
     order: Tensor
     lower: Tensor
     diagonal: Tensor
+    pivots: Tensor
     damping: float
     share: float
     decisions: dict[str, JSON]
@@ -110,14 +121,14 @@ def feedback_of(
         order = torch.argsort(diagonal, descending=True, stable=True).flip(0)
     # A dead channel has a zero row and column: damping alone makes it positive, and independent of
     # all others.
-    pivots = diagonal[order] * unit
+    own = diagonal[order] * unit
     lower = (matrix.mul_(unit) if in_place else matrix * unit).float().contiguous()
     if not reorder_(lower, order, workers=workers):
         raise StatisticsError(f"{name}: {statistic} holds NaN or Inf", "measure again")
     for attempt, damping in enumerate(dampings, start=1):
         if attempt > 1:
             mirror_(lower)
-        lower.diagonal().copy_(pivots + damping * mean * unit)
+        lower.diagonal().copy_(own + damping * mean * unit)
         if cholesky_(lower, workers=workers):
             roots = lower.diagonal().clone()
             for columns in groups.spans(lower.shape[0], BLOCK):
@@ -132,7 +143,8 @@ def feedback_of(
             return Feedback(
                 order=order,
                 lower=lower,
-                diagonal=pivots,
+                diagonal=own,
+                pivots=roots.square(),
                 damping=damping * mean,
                 share=damping,
                 decisions=decisions,
@@ -142,6 +154,20 @@ def feedback_of(
         "its mean diagonal",
         "the statistic is damaged; measure again",
     )
+
+
+def order_of_units(diagonal: Tensor, unit: int) -> Tensor:
+    """The columns from the last to be rounded to the first, neighbours of a unit together.
+
+    Units are in order of their sums of the diagonal.
+
+    Args:
+        diagonal: [I], the matrix's.
+        unit: neighbours that are rounded together, a divisor of I.
+    """
+    sums = diagonal.double().view(-1, unit).sum(dim=1)
+    units = torch.argsort(sums, descending=True, stable=True).flip(0)
+    return (units[:, None] * unit + torch.arange(unit, device=units.device)).flatten()
 
 
 def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
@@ -276,3 +302,46 @@ def _round_block_(
                 if zero_point is not None:
                     rounded -= zero_point
                 error -= rounded.mul_(scales[group])  # e = w - q: in `work`, where w was
+
+
+def round_units_(
+    work: Tensor, scales: Tensor, *, scheme: TensorScheme, feedback: Feedback
+) -> Tensor:
+    """Round weights unit by unit onto the entries of a codebook; otherwise as `round_columns_`.
+
+    Args:
+        work: [I, R], the weights in the order of `feedback`, which is one of `order_of_units`;
+            afterwards E, weight - rounded weight.
+        scales: [G, R], groups in the order of the weights' own columns.
+        scheme: its block type has a codebook.
+        feedback: factor of the rows' Hessian.
+
+    Returns:
+        The qvalues, [I, R], in the order of the weights' own columns.
+    """
+    kind = scheme.block
+    assert kind is not None
+    lower, unit = feedback.lower, codebooks.unit(kind)
+    qvalue = torch.empty(work.shape, dtype=qvalue_dtype(scheme), device=work.device)
+    places = feedback.order[::unit].tolist()
+    for stop in range(len(work), 0, -BLOCK):
+        start = max(0, stop - BLOCK)
+        outside = lower[stop:, start:stop].T @ work[stop:]  # [B, R]
+        for end in range(stop, start, -unit):
+            columns = slice(end - unit, end)
+            within = lower[columns, columns].tril(-1)
+            within.diagonal().fill_(1)
+            sums = torch.addmm(
+                outside[end - unit - start : end - start],
+                lower[end:stop, columns].T,
+                work[end:stop],
+            )
+            moved = torch.linalg.solve_triangular(within.T, sums, upper=True, unitriangular=True)
+            metric = within @ (feedback.pivots[columns, None] * within.T)
+            place = places[(end - unit) // unit]
+            scale = scales[place // kind.group_size]  # [R]
+            wanted = (work[columns] + moved).div_(scale)
+            rounded = codebooks.round_units(wanted.T.contiguous(), kind, metric).T  # [u, R]
+            qvalue[place : place + unit] = rounded
+            work[columns] -= rounded * scale  # e = w - q
+    return qvalue

@@ -17,6 +17,7 @@ def rounded(
     grids: Mapping[str, Grid],
     scheme: TensorScheme,
     *,
+    importance: Tensor | None = None,
     workers: Workers = SEQUENTIAL,
 ) -> dict[str, QTensor]:
     """The weights of a group, rounded to nearest.
@@ -26,6 +27,8 @@ def rounded(
             are converted at a time.
         grids: name -> grid of the weight for this scheme, from `weight_grids`.
         scheme: any.
+        importance: [I], positive; it matters to the entries of a codebook alone. None counts all
+            inputs alike.
         workers: run units of rows; how many there are changes nothing but the time.
     """
     dtype = qvalue_dtype(scheme)
@@ -42,9 +45,10 @@ def rounded(
             weights[name][rows].float(), weights[name].shape[1] // scale.shape[1]
         )
         zero_point = None if zero_point is None else zero_point[..., None]
-        qvalues[name][rows] = affine.quantize(split, scale[..., None], zero_point, scheme).flatten(
-            1
-        )
+        matters = None if importance is None else importance.view(split.shape[1:])  # [G, g]
+        qvalues[name][rows] = affine.quantize(
+            split, scale[..., None], zero_point, scheme, importance=matters
+        ).flatten(1)
 
     workers.map(
         quantize,

@@ -122,6 +122,29 @@ sys.exit(
 """
 
 
+# the same, weighed by an importance matrix in a file of GGUF
+QUANTIZE_WEIGHED = """
+import ctypes, sys
+import llama_cpp
+import numpy as np
+from gguf import GGUFReader
+
+read = {t.name: np.array(t.data, "f4").ravel() for t in GGUFReader(sys.argv[4]).tensors}
+names = [name.removesuffix(".in_sum2") for name in read if name.endswith(".in_sum2")]
+means = [read[name + ".in_sum2"] / read[name + ".counts"] for name in names]
+entries = (llama_cpp.llama_model_imatrix_data * (len(names) + 1))()
+for entry, name, mean in zip(entries, names, means):
+    entry.name, entry.size = name.encode(), mean.size
+    entry.data = mean.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{sys.argv[3]}"), 1
+params.imatrix = ctypes.cast(entries, type(params.imatrix))
+sys.exit(
+    llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params))
+)
+"""
+
+
 def caller(**needed: str) -> Callable[..., str]:
     """Runner of a program in the other environment, which returns what it prints.
 
@@ -478,8 +501,11 @@ round_.argtypes = [
     ctypes.c_int, floats, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, floats
 ]
 weight, importance = (np.ascontiguousarray(np.load(path)) for path in sys.argv[1:3])
+alike = np.ones_like(importance).ctypes.data_as(floats)
+# two types need importances
+plain = alike if sys.argv[4] in ("IQ2_XS", "IQ2_XXS") else None
 found = {}
-for name, weights in (("plain", None), ("weighed", importance.ctypes.data_as(floats))):
+for name, weights in (("plain", plain), ("weighed", importance.ctypes.data_as(floats))):
     blocks = np.zeros((len(weight), weight.shape[1] // elements * nbytes), dtype=np.uint8)
     size = round_(
         int(kind), weight.ctypes.data_as(floats), blocks.ctypes.data, 0, *weight.shape, weights
@@ -490,8 +516,11 @@ np.savez(sys.argv[3], **found)
 """
 
 
-@pytest.mark.parametrize("name", ["IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"])
-@pytest.mark.parametrize("shape", ["gaussian", "uniform", "heavy"])
+TRAINED = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("name", [*(name for name in BLOCK_TYPES if name[0] in "IT")])
+@pytest.mark.parametrize("shape", ["gaussian", "uniform", "heavy", "trained"])
 def test_our_rounding_to_nearest_loses_less_than_ggmls(call, tmp_path, name, shape):
     generator = np.random.default_rng(5)
     size = (64, 1024)
@@ -499,6 +528,7 @@ def test_our_rounding_to_nearest_loses_less_than_ggmls(call, tmp_path, name, sha
         "gaussian": lambda: generator.normal(size=size),
         "uniform": lambda: generator.uniform(-1, 1, size=size),
         "heavy": lambda: generator.standard_t(4, size=size),
+        "trained": lambda: load_file(MODEL / "model.safetensors")[TRAINED][:64].float().numpy(),
     }[shape]
     weight = (draw() * 0.05).astype(np.float32)
     importance = np.exp(generator.normal(size=size[1])).astype(np.float32)
@@ -546,7 +576,9 @@ print(json.dumps({t.name: t.tensor_type.name for t in GGUFReader(sys.argv[1]).te
     "type of every tensor and size as its own quantizer has them",
     environment="LLAMA_CPP_ENV",
 )
-@pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
+@pytest.mark.parametrize(
+    "scheme", ["Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_M", "Q3_K_M", "Q4_K_M", "Q5_K_M"]
+)
 def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, scheme):
     for line in (
         (
@@ -564,28 +596,80 @@ def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, sch
         ("export", tmp_path / "a", "-o", tmp_path / "blocks", "--format", "gguf"),
     ):
         assert exit_code(cli, [str(argument) for argument in line]) == 0
-    with torch.no_grad():
-        expected = (
-            load(tmp_path / "a", backend="reference", exact=True)
-            .model(torch.tensor([ids]))
-            .logits[0]
-            .numpy()
-        )
-    (blocks,) = (tmp_path / "blocks").glob("*.gguf")
     theirs = tmp_path / "theirs.gguf"
     call(QUANTIZE, export(MODEL, tmp_path / "bf16", "bf16"), theirs, scheme)
-    assert json.loads(read(TENSORS, blocks)) == json.loads(read(TENSORS, theirs))
-    assert abs(blocks.stat().st_size - theirs.stat().st_size) < 4096
-    found, _ = run(call, export(tmp_path / "a", tmp_path / "f32", "f32"), ids)
-    error = float(np.abs(found - expected).max())
-    plain = logits_of(MODEL, ids)
-    ours, of_llama_cpp = (divergence(plain, run(call, file, ids)[0]) for file in (blocks, theirs))
-    apart = divergence(expected, run(call, blocks, ids)[0])
+    error, apart, ours, of_llama_cpp = beside_its_own(call, read, tmp_path, ids, theirs)
     print(
         f"{scheme}: float32 {error:.2e}; blocks {apart:.2e} nats of it, {ours:.2e} of the model, "
         f"its own {of_llama_cpp:.2e}"
     )
     assert error < 2e-4 and apart < ours / 2 and ours < 1.2 * of_llama_cpp
+
+
+def beside_its_own(
+    call: Callable[..., str], read: Callable[..., str], folder: Path, ids: list[int], theirs: Path
+) -> tuple[float, float, float, float]:
+    """How far our file and llama.cpp's own are away; their tensors have the same types.
+
+    Args:
+        call: runner of llama.cpp.
+        read: runner of `gguf`.
+        folder: holds our artifact, `a`, and its file, in `blocks`.
+        ids: tokens.
+        theirs: llama.cpp's own file.
+
+    Returns:
+        The largest difference of logits of the artifact written in float32; the divergence of our
+        file from the artifact, and those of our file and of its own from the model.
+    """
+    with torch.no_grad():
+        expected = (
+            load(folder / "a", backend="reference", exact=True)
+            .model(torch.tensor([ids]))
+            .logits[0]
+            .numpy()
+        )
+    (blocks,) = (folder / "blocks").glob("*.gguf")
+    assert json.loads(read(TENSORS, blocks)) == json.loads(read(TENSORS, theirs))
+    assert abs(blocks.stat().st_size - theirs.stat().st_size) < 4096
+    found, _ = run(call, export(folder / "a", folder / "f32", "f32"), ids)
+    error = float(np.abs(found - expected).max())
+    plain = logits_of(MODEL, ids)
+    ours, of_llama_cpp = (divergence(plain, run(call, file, ids)[0]) for file in (blocks, theirs))
+    return error, divergence(expected, run(call, blocks, ids)[0]), ours, of_llama_cpp
+
+
+# Beside the two bits of most weights the head and the embedding of the file, and inputs rounded to
+# 8 bits, weigh little.
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of our rounding by an importance matrix in its types of codebooks, beside its "
+    "own by the same matrix: type of every tensor, and less divergence",
+    environment="LLAMA_CPP_ENV",
+)
+@pytest.mark.parametrize("scheme", ["IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_XS"])
+def test_llama_cpp_runs_our_rounding_by_an_importance_matrix(call, read, tmp_path, ids, scheme):
+    matrix = tmp_path / "i" / "imatrix.gguf"
+    (tmp_path / "c.txt").write_text((MODEL / "stdlib_text.py").read_text())
+    text = ("--calibration", tmp_path / "c.txt", "--samples", "4", "--sequence-length", "256")
+    form = ("--format", "imatrix", "--model", MODEL)
+    for line in (
+        ("measure", MODEL, "-o", tmp_path / "m", *text, "--stats", "mean_square"),
+        ("export", tmp_path / "m", "-o", tmp_path / "i", *form),
+        ("quantize", MODEL, "-o", tmp_path / "a", "--scheme", scheme, "--imatrix", matrix),
+        ("export", tmp_path / "a", "-o", tmp_path / "blocks", "--format", "gguf"),
+    ):
+        assert exit_code(cli, [str(argument) for argument in line]) == 0
+    theirs = tmp_path / "theirs.gguf"
+    call(QUANTIZE_WEIGHED, export(MODEL, tmp_path / "bf16", "bf16"), theirs, scheme, matrix)
+    error, apart, ours, of_llama_cpp = beside_its_own(call, read, tmp_path, ids, theirs)
+    print(
+        f"{scheme}: float32 {error:.2e}; blocks {apart:.2e} nats of it, {ours:.2e} of the model, "
+        f"its own {of_llama_cpp:.2e}"
+    )
+    assert error < 2e-4 and apart < ours / 2 and ours < of_llama_cpp
 
 
 @pytest.mark.proof(
@@ -617,6 +701,9 @@ def test_a_mixture_in_q4_k_m_has_the_types_of_llama_cpps_quantizer(call, read, t
     assert apart[0] < apart[1]
 
 
+# kinds of files that llama.cpp's quantizer refuses to make without an importance matrix
+WEIGHED_ALONE = ["Q2_K_S", "IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_XS"]
+
 # llama.cpp's quantizer for every kind of file: the type of each matrix, with and without an
 # importance of each column.
 TYPES_OF_FILES = """
@@ -637,7 +724,7 @@ for entry, tensor, ones in zip(entries, matrices, columns):
 found = {}
 for name in json.loads(sys.argv[3]):
     for weighed in (True, False):
-        if name == "Q2_K_S" and not weighed:
+        if name in json.loads(sys.argv[4]) and not weighed:
             continue  # refused without a matrix
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), 1
@@ -706,9 +793,15 @@ def test_the_types_of_a_mixture_are_those_of_llama_cpps_quantizer(
     write_tokenizer(tmp_path / "m")
     source = export(tmp_path / "m", tmp_path / "o", "bf16")
     theirs = json.loads(
-        call(TYPES_OF_FILES, source, tmp_path / "theirs.gguf", json.dumps(mixtures))
+        call(
+            TYPES_OF_FILES,
+            source,
+            tmp_path / "theirs.gguf",
+            json.dumps(mixtures),
+            json.dumps(WEIGHED_ALONE),
+        )
     )
-    assert len(theirs) == 2 * len(mixtures) - ("Q2_K_S" in mixtures)
+    assert len(theirs) == 2 * len(mixtures) - len({*WEIGHED_ALONE} & {*mixtures})
     for case, types in theirs.items():
         mixture, weighed = case.split()
         for layer in range(layers):

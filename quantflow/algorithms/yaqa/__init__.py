@@ -70,6 +70,10 @@ ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
     float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,
+    codebooks=Refusal(
+        why=", whose neighbours are entries of a codebook; it moves weights one at a time",
+        remedy="use {others}",
+    ),
     rotations=Refusal(
         remedy="gradients are those by the outputs as they are: leave it out, or use gptq"
     ),

@@ -17,6 +17,11 @@ at 0. d, m and dmin are float16.
 | Q5_K   | d, dmin, steps, fifths in the order of thirds, nibbles of 64 | 176   | 256      |
 | Q6_K   | nibbles of 128, quarters of the high bits, steps, d         | 210   | 256      |
 | IQ4_XS | d, high bits of steps, nibbles of steps, nibbles            | 136   | 256      |
+| IQ3_S  | d, low bytes, ninth bits, signs, pairs of steps             | 110   | 256      |
+| IQ3_XXS | d, low bytes, words                                        | 98    | 256      |
+| IQ2_S  | d, low bytes, signs, high pairs, pairs of steps             | 82    | 256      |
+| IQ2_XS | d, entries with signs, pairs of steps                       | 74    | 256      |
+| IQ2_XXS | d, low bytes and words in turns: four bytes, then a word   | 66    | 256      |
 | TQ1_0  | fives of 32, fives of 16, fives of 4, d                     | 54    | 256      |
 | TQ2_0  | quarters, d                                                 | 66    | 256      |
 | MXFP4  | exponent of the scale, nibbles of e2m1 codes                | 17    | 32       |
@@ -31,6 +36,12 @@ at 0. d, m and dmin are float16.
 | thirds                  | bit k of byte i is of e_(32 k + i)                                  |
 | fives of n              | five elements of 3 values that stand n apart, the first highest: the |
 |                         | number in base 3, times 256 / 243 rounded up; of 4 the last one is 0 |
+| low bytes               | the low 8 bits of an entry's number, a byte each                    |
+| ninth bits, high pairs  | one bit or two above them, of neighbouring entries, the first lowest |
+| signs                   | bit j of byte i is 1 where e_(8 i + j) is negative                  |
+| words                   | of 32 elements 4 bytes: 7 signs of each 8, above them the step      |
+| entries with signs      | of 8 elements 2 bytes: an entry's number, above it 7 signs          |
+| pairs of steps          | (step - 1) / 2 of neighbouring groups, the first low                |
 | steps of Q2_K           | the scale's low, the minimum's high, 16 bytes                       |
 | steps of 6 bits         | `_steps_q3`, `_steps_and_minima` and `_steps_iq4`                   |
 
@@ -46,7 +57,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, microscaling
+from quantflow.core import blocks, codebooks, microscaling
 from quantflow.core.block_types import BLOCK_TYPES, BlockType
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import PRESETS, TensorScheme
@@ -176,7 +187,7 @@ def _steps(block: _Block) -> tuple[Tensor, Tensor]:
             f"{block.kind.scale_bits} bits"
         )
         raise SchemeError(cause, "quantize the weight again")
-    return _float16(block.name, d)[..., None], steps.short()
+    return _float16(block.name, d * (block.kind.divisor or 1))[..., None], steps.short()
 
 
 def _minimum_steps(block: _Block) -> tuple[Tensor, Tensor]:
@@ -237,6 +248,76 @@ def _iq4_nl(block: _Block) -> list[Tensor]:
 def _iq4_xs(block: _Block) -> list[Tensor]:
     d, steps = _steps(block)
     return [d, *_steps_iq4(steps), _numbers(block)]
+
+
+def _numbers_of_entries(block: _Block) -> Tensor:
+    """The numbers of a block's entries, [O, B, entries] int32."""
+    return (
+        codebooks.numbers(block.weight.qvalue, block.kind).int().view(*block.unsigned.shape[:2], -1)
+    )
+
+
+def _signs(block: _Block) -> Tensor:
+    """The signs of eight neighbours in a byte, 1 where one is negative. [O, B, 32] uint8."""
+    negative = (block.weight.qvalue < 0).view(*block.unsigned.shape[:2], -1).to(torch.uint8)
+    return _packed(negative, bits=1)
+
+
+def _packed(values: Tensor, *, bits: int) -> Tensor:
+    """Neighbours of so many bits in a byte, the first lowest. [O, B, n] -> uint8."""
+    parts = values.to(torch.uint8).view(*values.shape[:-1], -1, 8 // bits)
+    return (parts << torch.arange(0, 8, bits, dtype=torch.uint8)).sum(dim=-1, dtype=torch.uint8)
+
+
+def _halved(steps: Tensor) -> Tensor:
+    """What a block stores of odd steps, int16."""
+    return (steps - 1) // 2
+
+
+def _words(block: _Block, steps: Tensor) -> Tensor:
+    """Seven signs of each 8 and the step of 32 elements, [O, B, 32] uint8 of 8 words."""
+    sevens = (_signs(block) & 127).long().view(*steps.shape[:-1], 8, 4)
+    words = (sevens << torch.arange(0, 28, 7)).sum(dim=-1) | _halved(steps).long() << 28
+    return _little_endian(words, nbytes=4)
+
+
+def _little_endian(numbers: Tensor, *, nbytes: int) -> Tensor:
+    """The bytes of numbers, the lowest first. [O, B, n] -> [O, B, n nbytes] uint8."""
+    return (
+        ((numbers[..., None] >> torch.arange(0, 8 * nbytes, 8)) & 255).to(torch.uint8).flatten(-2)
+    )
+
+
+def _iq3_s(block: _Block) -> list[Tensor]:
+    (d, steps), numbers = _steps(block), _numbers_of_entries(block)
+    low, ninth = (numbers & 255).to(torch.uint8), _packed(numbers >> 8, bits=1)
+    return [d, low, ninth, _signs(block), _packed(_halved(steps), bits=4)]
+
+
+def _iq3_xxs(block: _Block) -> list[Tensor]:
+    d, steps = _steps(block)
+    return [d, _numbers_of_entries(block).to(torch.uint8), _words(block, steps)]
+
+
+def _iq2_s(block: _Block) -> list[Tensor]:
+    (d, steps), numbers = _steps(block), _numbers_of_entries(block)
+    low, high = (numbers & 255).to(torch.uint8), _packed(numbers >> 8, bits=2)
+    return [d, low, _signs(block), high, _packed(_halved(steps), bits=4)]
+
+
+def _iq2_xs(block: _Block) -> list[Tensor]:
+    d, steps = _steps(block)
+    sevens = (_signs(block) & 127).int()
+    with_signs = _little_endian(_numbers_of_entries(block) | sevens << 9, nbytes=2)
+    return [d, with_signs, _packed(_halved(steps), bits=4)]
+
+
+def _iq2_xxs(block: _Block) -> list[Tensor]:
+    d, steps = _steps(block)
+    shape = (*steps.shape[:-1], 8, 4)
+    fours = _numbers_of_entries(block).to(torch.uint8).view(shape)
+    words = _words(block, steps).view(shape)
+    return [d, torch.stack([fours, words], dim=-2).flatten(-3)]
 
 
 def _q5(block: _Block) -> list[Tensor]:
@@ -313,6 +394,11 @@ _PARTS: Mapping[str, Callable[[_Block], list[Tensor]]] = MappingProxyType(
         "Q8_0": _q8,
         "IQ4_NL": _iq4_nl,
         "IQ4_XS": _iq4_xs,
+        "IQ3_S": _iq3_s,
+        "IQ3_XXS": _iq3_xxs,
+        "IQ2_S": _iq2_s,
+        "IQ2_XS": _iq2_xs,
+        "IQ2_XXS": _iq2_xxs,
         "TQ1_0": _tq1_0,
         "TQ2_0": _tq2_0,
         "Q2_K": _q2_k,

@@ -61,7 +61,8 @@ FILE_TYPES = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
     "Q2_K": 10, "Q2_K_S": 21, "Q3_K": 11, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K": 14,
     "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18,
-    "IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38,
+    "IQ2_XXS": 19, "IQ2_XS": 20, "IQ3_XS": 22, "IQ3_XXS": 23, "IQ4_NL": 25, "IQ3_S": 26,
+    "IQ3_M": 27, "IQ2_S": 29, "IQ2_M": 29, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38,
 }  # fmt: skip
 # general.quantization_version of the blocks that are written here
 QUANTIZATION_VERSION = 2
@@ -98,7 +99,12 @@ BLOCKS: Mapping[str, tuple[int, Type]] = {
         (12, Type(name="Q4_K", elements=256, nbytes=144)),
         (13, Type(name="Q5_K", elements=256, nbytes=176)),
         (14, Type(name="Q6_K", elements=256, nbytes=210)),
+        (16, Type(name="IQ2_XXS", elements=256, nbytes=66)),
+        (17, Type(name="IQ2_XS", elements=256, nbytes=74)),
+        (18, Type(name="IQ3_XXS", elements=256, nbytes=98)),
         (20, Type(name="IQ4_NL", elements=32, nbytes=18)),
+        (21, Type(name="IQ3_S", elements=256, nbytes=110)),
+        (22, Type(name="IQ2_S", elements=256, nbytes=82)),
         (23, Type(name="IQ4_XS", elements=256, nbytes=136)),
         (34, Type(name="TQ1_0", elements=256, nbytes=54)),
         (35, Type(name="TQ2_0", elements=256, nbytes=66)),

@@ -1,5 +1,6 @@
 """llama.cpp's types under the algorithms: their weights fit into blocks, and feedback pays."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from quantflow.core.scheme import preset
 from quantflow.formats.llama_cpp.encoding import encode
 
 TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+CODEBOOKS = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
 INPUTS, OUTPUTS = 256, 24
 
 
@@ -54,14 +56,20 @@ def in_blocks(weight: QTensor) -> np.ndarray:
     return dequantize(encode("w", weight).numpy(), GGMLQuantizationType[weight.scheme.block_type])
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, *CODEBOOKS])
 def test_feedback_on_a_types_grid_makes_the_outputs_error_smaller(name):
     errors = {algorithm.NAME: made(algorithm, name)[1] for algorithm in (rtn, rtn_mse, gptq)}
     assert errors["gptq"] < 0.7 * min(errors["rtn"], errors["rtn_mse"]), errors
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("algorithm", [rtn, gptq, yaqa], ids=lambda algorithm: algorithm.NAME)
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        *itertools.product((rtn, gptq, yaqa), TYPES),
+        *itertools.product((rtn, rtn_mse, gptq), CODEBOOKS),
+    ],
+    ids=lambda part: getattr(part, "NAME", part),
+)
 def test_what_an_algorithm_makes_is_what_blocks_hold(algorithm, name):
     weight, _ = made(algorithm, name)
     assert np.array_equal(in_blocks(weight), weight.dequantize().numpy())
@@ -78,7 +86,7 @@ def test_steps_of_yaqa_end_on_points_of_iq4_nl():
     assert np.array_equal(np.abs(found - values), np.abs(points[:, None] - values).min(axis=0))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, *CODEBOOKS])
 def test_tuned_scales_are_such_as_blocks_hold(name):
     start, _ = made(rtn_mse, name)
     tuned, dtype = tune.begin("w", start), BLOCK_TYPES[name].scale_dtype
@@ -93,6 +101,12 @@ def test_tuned_scales_are_such_as_blocks_hold(name):
 
 @pytest.mark.parametrize("method", [hqq, signround], ids=lambda method: method.NAME)
 def test_methods_that_take_scales_one_by_one_refuse_those_of_a_block(method):
-    for name in ("Q4_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q4_K"):
+    for name in ("Q4_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q4_K", "IQ3_S"):
         assert method.SUPPORTS.scheme(preset(name)) is not None
     assert method.SUPPORTS.scheme(preset("Q4_0")) is None
+
+
+def test_weights_that_move_one_at_a_time_are_refused_for_a_codebook():
+    for name in CODEBOOKS:
+        assert "entries of a codebook" in yaqa.SUPPORTS.scheme(preset(name)).why
+    assert yaqa.SUPPORTS.scheme(preset("IQ4_XS")) is None

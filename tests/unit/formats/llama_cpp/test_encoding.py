@@ -104,6 +104,101 @@ def test_a_block_of_tq2_0_worked_by_hand():
     assert bytes(encode("w", ternary("TQ2_0"))[0].tolist()) == expected
 
 
+def of_entries(name: str, numbers: list[int], negative: dict[int, int]) -> torch.Tensor:
+    """Qvalues of a block: entries by their numbers in `gguf`'s table, and signs of 8 neighbours.
+
+    Args:
+        name: type.
+        numbers: numbers of the first entries; the others are 0.
+        negative: place of 8 neighbours -> their signs, bit j for the j-th; 0 where not given.
+    """
+    table = getattr(gguf.quants, name)
+    table.init_grid()
+    grid = table.grid.reshape(-1, table.grid.shape[-1])
+    places = np.zeros(256 // grid.shape[1], dtype=int)
+    places[: len(numbers)] = numbers
+    signs = np.ones((32, 8))
+    for place, bits in negative.items():
+        signs[place] = [-1 if bits >> j & 1 else 1 for j in range(8)]
+    return torch.from_numpy(grid[places].reshape(1, 256) * signs.reshape(1, 256)).to(torch.int8)
+
+
+def entry_block(name: str, numbers: list[int], negative: dict[int, int]) -> bytes:
+    """The bytes of a block whose scales are 0.5 times 31, 1, 3, 5 and 31 again and again."""
+    kind = BLOCK_TYPES[name]
+    steps = ([31.0, 1, 3, 5] * 4)[: kind.groups]
+    scale = torch.tensor([steps]) * 0.5 / kind.divisor
+    qvalue = of_entries(name, numbers, negative)
+    weight = QTensor(qvalue=qvalue, scale=scale, scheme=preset(name).weights)
+    return bytes(encode("w", weight)[0].tolist())
+
+
+# d is 0.5, 3800 with its low byte second; steps 31, 1, 3, 5 are stored as 15, 0, 1, 2: 0f 21
+def test_a_block_of_iq3_s_worked_by_hand():
+    # the third entry is 300, 256 + 44 = 2c with the ninth bit; the tenth is 511
+    found = entry_block("IQ3_S", [0, 1, 300, 0, 0, 0, 0, 0, 0, 511], {0: 0b1, 31: 0x83})
+    assert found == bytes.fromhex(
+        "0038"
+        + ("00012c00000000" + "0000ff" + "00" * 54)
+        + ("0402" + "00" * 6)
+        + ("01" + "00" * 30 + "83")
+        + "0f210f21"
+    )
+
+
+def test_a_block_of_iq3_xxs_worked_by_hand():
+    # seven of the signs 82 are 02, and 15 is moved by 28; in the second 32 the first eight have 01
+    # and the third 7f, which is moved by 14: 1fc000
+    found = entry_block("IQ3_XXS", [7, 255], {0: 0x82, 4: 0x81, 6: 0xFF})
+    words = "020000f0 01c01f00 00000010 00000020 000000f0 00000000 00000010 00000020"
+    assert found == bytes.fromhex("0038 07ff" + "00" * 62 + words)
+
+
+def test_a_block_of_iq2_s_worked_by_hand():
+    # 1023 is ff with both high bits, 513 is 01 with the second: 3 and 2 << 2 in the first byte
+    found = entry_block("IQ2_S", [1023, 513, 0, 0, 256], {1: 0x01, 30: 0x80})
+    assert found == bytes.fromhex(
+        "0038"
+        + ("ff01000000" + "00" * 27)
+        + ("0001" + "00" * 28 + "8000")
+        + ("0b01" + "00" * 6)
+        + "0f21" * 4
+    )
+
+
+def test_a_block_of_iq2_xs_worked_by_hand():
+    # 511 with seven signs 01 << 9 is 03ff, 300 with 7f << 9 is ff2c
+    found = entry_block("IQ2_XS", [511, 300], {0: 0x81, 1: 0xFF})
+    assert found == bytes.fromhex("0038" + "ff032cff" + "0000" * 30 + "0f21" * 4)
+
+
+def test_a_block_of_iq2_xxs_worked_by_hand():
+    # four numbers, then their signs and the step: 05 | 7f << 21 | 15 << 28 is ffe00005
+    found = entry_block("IQ2_XXS", [1, 2, 3, 255, 9], {0: 0x05, 3: 0xFF})
+    assert found == bytes.fromhex(
+        "0038"
+        + ("010203ff" + "0500e0ff")
+        + ("09000000" + "00000000")
+        + ("00000000" + "00000010")
+        + ("00000000" + "00000020")
+        + ("00000000" + "000000f0" + "00000000" + "00000000")
+        + ("00000000" + "00000010" + "00000000" + "00000020")
+    )
+
+
+def test_neighbours_that_are_no_entry_and_odd_signs_are_refused():
+    alone = of_entries("IQ2_XXS", [], {})
+    alone[0, :8] = torch.tensor([43, 43, 43, 43, 43, 43, 25, 25])
+    assert not (gguf.quants.IQ2_XXS.grid == alone[0, :8].numpy()).all(axis=-1).any()
+    odd = of_entries("IQ2_XXS", [], {5: 0x01})
+    for qvalue in (alone, odd):
+        weight = QTensor(
+            qvalue=qvalue, scale=torch.full((1, 8), 31.0), scheme=preset("IQ2_XXS").weights
+        )
+        with pytest.raises(SchemeError, match=r"w: a qvalue is no point of IQ2_XXS"):
+            encode("w", weight)
+
+
 def test_values_between_points_of_iq4_nl_go_to_the_nearer_and_from_the_middle_up():
     values = torch.tensor(
         [[-999.0, -115.6, -115.5, -4.5, -4.6, 0.0, 6.9, 7.0, 100.9, 101.0, 999.0]]
@@ -179,7 +274,7 @@ def test_scales_that_are_no_multiples_are_refused():
 def test_scales_that_a_block_holds_are_left_as_they_are(name, seed, size):
     kind, generator = BLOCK_TYPES[name], torch.Generator().manual_seed(seed)
     wanted = torch.rand(3, 2 * kind.groups, generator=generator).add_(1e-3) * size
-    if not kind.minima:
+    if not kind.minima and kind.codebook is None:  # there signs are those of entries
         wanted *= torch.rand(wanted.shape, generator=generator).sub_(0.5).sign()
     once = stored(wanted, kind)
     assert torch.equal(stored(once, kind), once)
@@ -221,6 +316,16 @@ def test_more_bits_lose_less():
         == loss["TQ1_0"]
     )
     assert loss["IQ4_NL"] < loss["IQ4_XS"] < 0.9 * loss["Q4_0"]
+    # at 3.44, 3.06, 2.56, 2.31 and 2.06 bits, beside 3.44 and 2.63 of the K types
+    assert (
+        loss["IQ3_S"]
+        < loss["Q3_K"]
+        < loss["IQ3_XXS"]
+        < loss["IQ2_S"]
+        < loss["IQ2_XS"]
+        < loss["IQ2_XXS"]
+    )
+    assert loss["IQ2_S"] < loss["Q2_K"]
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -251,7 +356,7 @@ def test_a_ternary_weight_stays_as_it_is(name):
 def test_zeros_stay_zeros(name):
     found = quantized(torch.zeros(2, 256), name)
     # the smallest float16 times a point of 1, where zero is no point
-    largest = 2.0**-24 if name.startswith("IQ4") else 0.0
+    largest = 2.0**-24 if name.startswith("IQ") else 0.0
     assert np.abs(read_back(encode("w", found), name)).max() == largest
 
 

@@ -6,6 +6,7 @@ from quantflow.core.scheme import MIXTURES, preset
 from quantflow.formats.llama_cpp.gguf import FILE_TYPES
 from quantflow.formats.llama_cpp.mixtures import Position, type_of
 
+KEYS = "self_attn.k_proj"
 VALUES, DOWN, OUTPUT = "self_attn.v_proj", "mlp.down_proj", "self_attn.o_proj"
 
 
@@ -43,6 +44,21 @@ def types(mixture, module, *, layers=32, family="llama", **changes):
         ("IQ4_XS", VALUES, [("IQ4_XS", 32)]),
         ("IQ4_XS", DOWN, [("IQ4_XS", 32)]),
         ("IQ4_NL", DOWN, [("IQ4_NL", 32)]),
+        ("IQ3_M", VALUES, [("Q4_K", 32)]),
+        ("IQ3_M", DOWN, [("Q4_K", 4), ("IQ3_S", 28)]),
+        ("IQ3_M", OUTPUT, [("Q4_K", 32)]),
+        ("IQ3_S", VALUES, [("IQ3_S", 32)]),
+        ("IQ3_S", DOWN, [("IQ3_S", 32)]),
+        ("IQ3_XXS", VALUES, [("IQ3_XXS", 32)]),
+        ("IQ3_XXS", OUTPUT, [("IQ3_S", 32)]),
+        ("IQ3_XXS", KEYS, [("IQ2_S", 32)]),
+        ("IQ2_M", VALUES, [("IQ3_S", 32)]),
+        ("IQ2_M", DOWN, [("IQ3_S", 4), ("IQ2_S", 28)]),
+        ("IQ2_M", OUTPUT, [("IQ3_S", 32)]),
+        ("IQ2_XS", VALUES, [("Q2_K", 32)]),
+        ("IQ2_XS", DOWN, [("Q2_K", 4), ("IQ2_XS", 28)]),
+        ("IQ2_XXS", OUTPUT, [("IQ2_XXS", 32)]),
+        ("IQ2_XXS", KEYS, [("IQ2_XXS", 32)]),
     ],
 )
 def test_linears_that_count_more_have_more_bits(mixture, module, expected):
@@ -67,6 +83,25 @@ def test_a_third_of_the_middle_layers_and_both_ends_have_more_bits():
 def test_values_that_four_queries_share_have_more_bits(mixture, kind):
     assert types(mixture, VALUES, repeats=4) == [(kind, 32)]
     assert types(mixture, VALUES, repeats=3) == [(MIXTURES[mixture], 32)]
+
+
+def test_iq3_xs_is_smaller_between_the_outer_eighths_and_in_queries_and_keys():
+    for module in ("mlp.gate_proj", "mlp.up_proj"):
+        assert types("IQ3_XS", module) == [("IQ3_S", 4), ("IQ3_XXS", 24), ("IQ3_S", 4)]
+    for module in ("self_attn.q_proj", KEYS):
+        assert types("IQ3_XS", module) == [("IQ3_XXS", 32)]
+    assert types("IQ3_XS", DOWN) == [("IQ3_S", 32)]
+
+
+@pytest.mark.parametrize("mixture", ["IQ2_XXS", "IQ2_XS", "IQ2_M"])
+def test_values_of_iq2_that_are_shared_or_beside_experts_have_four_bits(mixture):
+    assert types(mixture, VALUES, repeats=4) == [("Q4_K", 32)]
+    assert types(mixture, VALUES, layers=80, repeats=8) == [("Q4_K", 80)]
+    beside = {"family": "mixtral", "layers": 8}
+    assert types(mixture, VALUES, experts=4, **beside) == [("Q4_K", 8)]
+    assert types(mixture, KEYS, experts=4, **beside) == [(MIXTURES[mixture], 8)]
+    assert types(mixture, KEYS, experts=8, **beside) == [("Q4_K", 8)]
+    assert types(mixture, OUTPUT, experts=8, **beside) == [("Q5_K", 8)]
 
 
 def test_down_projections_of_iq4_are_larger_where_no_input_is_weighed():
