@@ -1,12 +1,12 @@
-"""Operators that a decoder layer runs, with inputs rounded for each linear and once for several.
+"""Operators that a decoder layer runs, by how the inputs of its linears are rounded.
 
     python benchmarks/layer_operators.py           # the table of docs/gpu.md
     python benchmarks/layer_operators.py --json
 
 Needs no GPU. A layer of a small Llama in bfloat16 runs one token on the CPU, over a cache, with the
 linears of the backends that a GPU has, and a mode of torch counts the operators that it calls. On a
-GPU each is a kernel; views, which are none, are not counted. What torch computes on GPUs alone is
-replaced by one operator.
+GPU each is a kernel; views, which are none, are not counted. What runs on GPUs alone, torch's
+products of float8 and our kernel that rounds an input, is replaced by one operator of its values.
 """
 
 import argparse
@@ -28,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from quantflow.algorithms import rtn  # noqa: E402
-from quantflow.backends import BACKENDS, torch_kernels  # noqa: E402
+from quantflow.backends import BACKENDS, cuda, torch_kernels  # noqa: E402
+from quantflow.core import affine, qtensor  # noqa: E402
 from quantflow.core.qtensor import QuantizedLinear  # noqa: E402
-from quantflow.core.scheme import PRESETS, LinearScheme  # noqa: E402
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme  # noqa: E402
 from quantflow.runtime.linear import QuantLinear, share_inputs_  # noqa: E402
 
 # scheme, and the backend that runs it on a GPU of capability 9
@@ -139,6 +140,25 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rounded_by_the_kernel() -> Iterator[None]:
+    """An input is rounded by one operator, with the values of several."""
+
+    def rounded(
+        x: Tensor, scheme: TensorScheme, scale: Tensor | None = None, zero: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        with _disable_current_modes():
+            scale = affine.scale_per_token(x, scheme) if scale is None else scale
+            codes = affine.quantize(x, scale, zero, scheme)
+        return codes.clone(), scale
+
+    with (
+        mock.patch.object(qtensor, "quantize_input", rounded),
+        mock.patch.object(cuda, "quantize_input", rounded),
+    ):
+        yield
+
+
 @torch.no_grad()
 def run(model: LlamaForCausalLM, layer: nn.Module, x: Tensor) -> tuple[Tensor, list[str]]:
     """The output of a layer for a token behind four others, and the operators that it called."""
@@ -154,7 +174,7 @@ def run(model: LlamaForCausalLM, layer: nn.Module, x: Tensor) -> tuple[Tensor, l
 
 
 def counts(scheme: str, backend: str) -> dict[str, Any]:
-    """The operators of a layer before and after its linears share their inputs.
+    """The operators of a layer: each linear rounds, one for all, and that one by a kernel.
 
     `rounding` is how many of them round one input; `same` says whether the outputs are equal.
     """
@@ -163,6 +183,8 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
     apart, before = run(model, layer, x)
     share_inputs_(layer, GROUPS)
     together, after = run(model, layer, x)
+    with rounded_by_the_kernel():
+        fused, by_kernel = run(model, layer, x)
     linear = layer.get_submodule(GROUPS[0][0])
     with torch.no_grad(), as_on_a_gpu(), Counted() as counted:
         BACKENDS[backend].round_input(x[:, :1], linear._prepared)  # type: ignore[misc]
@@ -171,8 +193,9 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
         "backend": backend,
         "before": len(before),
         "after": len(after),
+        "by_kernel": len(by_kernel),
         "rounding": len(counted.names),
-        "same": torch.equal(apart, together),
+        "same": torch.equal(apart, together) and torch.equal(apart, fused),
     }
 
 
@@ -184,10 +207,15 @@ def main() -> int:
     if parser.parse_args().json:
         print(json.dumps(rows))
         return 0
-    print("| scheme | product | operators of one rounding | of a layer, each linear | once |")
-    print("|---|---|---:|---:|---:|")
+    print(
+        "| scheme | product | one rounding by torch | layer, each linear rounds | layer, once for "
+        "all | layer, once by our kernel |"
+    )
+    print("|---|---|---:|---:|---:|---:|")
     for row in rows:
-        print("| {scheme} | {backend} | {rounding} | {before} | {after} |".format(**row))
+        print(
+            "| {scheme} | {backend} | {rounding} | {before} | {after} | {by_kernel} |".format(**row)
+        )
     return 0
 
 

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from quantflow.backends.triton import layout, w4a16, w8a16  # noqa: E402
+from quantflow.core import rounding_kernel  # noqa: E402
+from quantflow.core.scheme import preset  # noqa: E402
 from quantflow.numerics import columns_kernel  # noqa: E402
 
 CARDS = {
@@ -49,6 +51,7 @@ POINTERS = {
     "order": "*i64",
     "scales": "*fp32",
     "zeros": "*fp32",
+    "codes": "*i8",
 }
 
 
@@ -105,10 +108,22 @@ def compiled(card: str) -> list[dict[str, Any]]:
         made = compile_for(card, columns_kernel.kernel, chosen, options)
         of = "128 columns, zero points" if zeroed else "128 columns"
         rows.append({"kernel": "gptq", "of": of, "card": card, **counted(made)})
+    for name in ("FP8_DYNAMIC", "W8A8"):
+        scheme = preset(name).input
+        assert scheme is not None  # both quantize inputs
+        chosen = rounding_kernel.constants(scheme, width=COLUMNS, stored=False, zeroed=False)
+        options = {"num_warps": rounding_kernel.WARPS, "enable_fp_fusion": False}
+        made = compile_for(card, rounding_kernel.kernel, chosen, options)
+        rows.append({"kernel": "rounding", "of": f"{name} inputs", "card": card, **counted(made)})
     return rows
 
 
-def compile_for(card: str, kernel: Any, chosen: dict[str, Any], options: dict[str, Any]) -> Any:
+def compile_for(
+    card: str,
+    kernel: Any,
+    chosen: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
     """A kernel compiled for a card, with its constants chosen."""
     names = list(enumerate(kernel.arg_names))
     # a constant may have the name of another kernel's pointer

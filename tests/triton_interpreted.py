@@ -11,6 +11,7 @@ import torch
 from quantflow.algorithms import gptq
 from quantflow.backends import BACKENDS
 from quantflow.backends.triton import backends
+from quantflow.core import affine, rounding_kernel
 from quantflow.core.scheme import TensorScheme, preset
 from quantflow.numerics import columns_kernel, feedback
 from tests.triton_weights import IDS, WEIGHTS, by_definition, drawn, error
@@ -179,3 +180,54 @@ def test_the_kernel_takes_integers_and_no_codebooks():
         kind="int", num_bits=8, granularity="per_group", group_size=32, block_type="IQ4_NL"
     )
     assert not columns_kernel.takes(points)
+
+
+INPUTS = [("FP8", 0.03), ("FP8_DYNAMIC", None), ("FP8_BLOCK", None)]
+INPUTS += [("W8A8", None), ("W8A8_STATIC", 0.03)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 129), (2, 5, 128), (2, 2500), (0, 16)], ids=str)
+@pytest.mark.parametrize(("name", "stored"), INPUTS, ids=[name for name, _ in INPUTS])
+def test_rounded_inputs_have_the_bits_of_the_equation(name, stored, shape, dtype, poisoned):
+    scheme = preset(name).input
+    assert rounding_kernel.takes(scheme)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x *= 10 ** torch.linspace(-9, 4, shape[-1])  # subnormal codes, and values beyond the largest
+    if len(x) > 1:
+        x[0], x[1, ..., -1] = 0.0, -3e4
+    x = x.to(dtype)
+    scale = None if stored is None else torch.tensor([stored])
+    zero = None if scheme.symmetric else torch.tensor([-11], dtype=torch.int8)
+    expected_scale = affine.scale_per_token(x, scheme) if scale is None else scale
+    expected = affine.quantize(x, expected_scale, zero, scheme)
+    codes, scales = rounding_kernel.rounded(x, scale, zero, scheme)
+    assert torch.equal(scales, expected_scale)
+    assert codes.dtype == expected.dtype
+    assert torch.equal(codes.view(torch.int8), expected.view(torch.int8))
+
+
+def test_every_bfloat16_is_rounded_to_the_code_that_torchs_cast_takes():
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()]
+    for name in ("FP8", "W8A8_STATIC"):
+        scheme, scale = preset(name).input, torch.tensor([1.0])
+        zero = None if scheme.symmetric else torch.tensor([5], dtype=torch.int8)
+        codes, _ = rounding_kernel.rounded(x, scale, zero, scheme)
+        expected = affine.quantize(x, scale, zero, scheme)
+        assert torch.equal(codes.view(torch.int8), expected.view(torch.int8))
+
+
+def test_a_row_with_nan_becomes_nan_as_by_the_equation():
+    x = torch.ones(2, 40)
+    x[0, 3] = float("nan")
+    codes, scales = rounding_kernel.rounded(x, None, None, preset("FP8_DYNAMIC").input)
+    assert codes[0].float().isnan().all() and scales[0].isnan().all()
+    assert codes[1].float().tolist() == [448.0] * 40
+    assert scales[1] == torch.tensor(1 / 448)
+
+
+def test_inputs_with_other_scales_are_left_to_torch():
+    assert not rounding_kernel.takes(preset("NVFP4").input)
+    assert not rounding_kernel.takes(preset("MXFP8").input)
+    assert not rounding_kernel.takes(replace(preset("FP8_BLOCK").input, scale_rounding="pow2"))

@@ -38,8 +38,7 @@ from quantflow.backends.backend import (
     requirement,
     weights_per,
 )
-from quantflow.core import affine
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.qtensor import QuantizedLinear, quantize_input
 from quantflow.core.scheme import TensorScheme
 
 NAME = "cuda"
@@ -139,9 +138,8 @@ def _block_round_input(x: Tensor, prepared: Blocks) -> tuple[Tensor, Tensor]:
     # no tokens at all are padded too: cuBLAS refuses an empty product
     rows = functional.pad(rows, (0, 0, 0, -tokens % _MULTIPLE if tokens else _MULTIPLE))
     split = rows.reshape(len(rows), -1, _BLOCK)  # [M, I / 128, 128]
-    scale = affine.scale_per_token(split, scheme)  # [M, I / 128, 1]
-    codes = affine.quantize(split, scale, None, scheme).flatten(1)  # [M, I]
-    return codes, scale[..., 0].t().contiguous().t()
+    codes, scale = quantize_input(split, scheme)  # [M, I / 128, 128], [M, I / 128, 1]
+    return codes.flatten(1), scale[..., 0].t().contiguous().t()
 
 
 def _block_linear(

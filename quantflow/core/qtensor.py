@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -9,6 +11,29 @@ from torch import Tensor
 from quantflow.core import affine, blocks, float8, groups, microscaling, orthogonal
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
+
+
+def quantize_input(
+    x: Tensor, scheme: TensorScheme, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The qvalues of an input and their scale: by one kernel on a GPU, to the same bits.
+
+    Args:
+        x: [..., features].
+        scheme: scheme of the input.
+        scale: [1], scale of a static input; None computes one of each row.
+        zero_point: [1], zero point of a static asymmetric input; else None.
+
+    Returns:
+        qvalues: [..., features]; scale: [..., 1], one per row, or the stored [1].
+    """
+    if x.device.type == "cuda" and find_spec("triton") is not None:
+        kernel = import_module("quantflow.core.rounding_kernel")
+        if kernel.takes(scheme):
+            codes, scales = kernel.rounded(x, scale, zero_point, scheme)
+            return codes, scales
+    scale = affine.scale_per_token(x, scheme) if scale is None else scale
+    return affine.quantize(x, scale, zero_point, scheme), scale
 
 
 def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:
@@ -298,12 +323,7 @@ class QuantizedLinear:
             qvalues: [..., in_features]; scale: [..., 1], one per token, or the stored [1].
         """
         assert self.scheme.input is not None
-        scale = (
-            affine.scale_per_token(x, self.scheme.input)
-            if self.input_scale is None
-            else self.input_scale
-        )
-        return affine.quantize(x, scale, self.input_zero_point, self.scheme.input), scale
+        return quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)
 
     def to(self, device: torch.device) -> "QuantizedLinear":
         """The linear on a device; itself where it is there already."""
