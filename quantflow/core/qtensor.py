@@ -1,9 +1,11 @@
 """The quantized weight and the linear that has one: values that all stages pass on."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +29,19 @@ def quantize_input(
     Returns:
         qvalues: [..., features]; scale: [..., 1], one per row, or the stored [1].
     """
-    if x.device.type == "cuda" and find_spec("triton") is not None:
-        kernel = import_module("quantflow.core.rounding_kernel")
-        if kernel.takes(scheme):
-            codes, scales = kernel.rounded(x, scale, zero_point, scheme)
-            return codes, scales
+    kernel = _rounding_kernel() if x.device.type == "cuda" else None
+    if kernel is not None and kernel.takes(scheme):
+        codes, scales = kernel.rounded(x, scale, zero_point, scheme)
+        return codes, scales
     scale = affine.scale_per_token(x, scheme) if scale is None else scale
     return affine.quantize(x, scale, zero_point, scheme), scale
+
+
+@functools.cache
+def _rounding_kernel() -> Any:
+    """The module of the kernel; None where the package triton is missing."""
+    here = find_spec("triton") is not None
+    return import_module("quantflow.core.rounding_kernel") if here else None
 
 
 def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from quantflow.core import affine, qtensor
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import SchemeError
@@ -267,3 +269,33 @@ def test_an_input_beside_blocks_has_a_scale_per_token_and_group_worked_by_hand()
     x = torch.tensor([[3.0, 896.0, 7.0, 0.1], [-448.0, 1.0625, 0.0, 0.0]])
     found = QuantizedLinear(weight=blocks, scheme=scheme).fake_quantize_input(x)
     assert found.tolist() == [[3.0, 896.0, 7.0, 6.5 / 64], [-448.0, 1.0, 0.0, 0.0]]
+
+
+class Elsewhere:
+    """An input of a device that is not here."""
+
+    def __init__(self, kind):
+        self.device = torch.device(kind)
+
+
+def test_an_input_is_rounded_by_the_kernel_on_a_gpu_alone_and_where_it_takes_the_scheme(
+    monkeypatch,
+):
+    def on_cpu(x, scheme):
+        return f"scale of {x.device.type}"
+
+    monkeypatch.setattr(affine, "scale_per_token", on_cpu)
+    monkeypatch.setattr(affine, "quantize", lambda x, scale, zero, scheme: f"codes by {scale}")
+    kernel = SimpleNamespace(
+        takes=lambda scheme: scheme.kind == "int",
+        rounded=lambda x, scale, zero, scheme: ("codes", "scales"),
+    )
+    int8, float8 = preset("W8A8").input, preset("FP8_DYNAMIC").input
+    monkeypatch.setattr(qtensor, "_rounding_kernel", lambda: kernel)
+    assert qtensor.quantize_input(Elsewhere("cuda"), int8) == ("codes", "scales")
+    for kind, scheme in (("cuda", float8), ("cpu", int8), ("hpu", int8)):
+        expected = f"scale of {kind}"
+        found = qtensor.quantize_input(Elsewhere(kind), scheme)
+        assert found == (f"codes by {expected}", expected)
+    monkeypatch.setattr(qtensor, "_rounding_kernel", lambda: None)  # triton is missing
+    assert qtensor.quantize_input(Elsewhere("cuda"), int8)[1] == "scale of cuda"
