@@ -13,9 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from quantflow.algorithms import gptq
 from quantflow.backends import BACKENDS, choose, cuda, torch_kernels
 from quantflow.backends.backend import Case
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import QTensor, QuantizedLinear, quantize_input
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.runtime.load import load
@@ -545,3 +546,39 @@ def test_on_a_gpu_a_captured_step_is_repeated_on_the_same_tensors():
     for value in (1.0, 3.0):
         x.fill_(value)
         assert replay().tolist() == [2 * value] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch finds none")
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "W8A8", "W8A8_STATIC"])
+def test_on_a_gpu_an_input_is_rounded_to_the_bits_of_the_cpu(name):
+    scheme = PRESETS[name].input
+    x = torch.randn(37, 2500, generator=torch.Generator().manual_seed(1))
+    x = (x * 10 ** torch.linspace(-9, 4, 2500)).bfloat16()
+    scale = None if scheme.dynamic else torch.tensor([0.03])
+    zero = None if scheme.symmetric else torch.tensor([-11], dtype=torch.int8)
+    expected = quantize_input(x, scheme, scale, zero)
+    there = (None if each is None else each.to(GPU) for each in (scale, zero))
+    for found, wanted in zip(quantize_input(x.to(GPU), scheme, *there), expected, strict=True):
+        assert torch.equal(found.cpu().view(torch.int8), wanted.view(torch.int8))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch finds none")
+@pytest.mark.parametrize("scheme", [W4, W4_ASYM, PRESETS["W8A16"]], ids=lambda each: each.name)
+def test_on_a_gpu_gptq_takes_the_cpus_decisions_and_the_same_ones_again(scheme):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2000, 320, generator=generator) @ torch.randn(320, 320, generator=generator)
+    weights = {name: torch.randn(rows, 320, generator=generator) for name, rows in [("q", 300)]}
+    hessian, count = x.T @ x, torch.tensor(len(x))
+
+    def rounded(device):
+        results = gptq.quantize_group(
+            {name: weight.to(device) for name, weight in weights.items()},
+            scheme,
+            statistics={"hessian_sum": hessian.to(device), "count": count},
+            scale_dtype=torch.bfloat16,
+        )
+        return results["q"].weight.qvalue.cpu()
+
+    there = rounded(GPU)
+    assert torch.equal(there, rounded(GPU))
+    assert (there == rounded(CPU)).double().mean() >= 0.999
