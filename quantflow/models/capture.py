@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -52,6 +54,18 @@ from quantflow.models.weights import Weights
 from quantflow.numerics.product import widened
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+
+
+def _with_cache(module: nn.Module, args: tuple[Any, ...], cache: Cache) -> tuple[Any, ...]:
+    """The arguments of a layer's call behind its input, with a cache where one has its place.
+
+    GPT-2 passes it without its name.
+    """
+    names = list(signature(module.forward).parameters)[1:]
+    return tuple(
+        cache if name in _CACHE_ARGUMENTS else value
+        for name, value in zip_longest(names[: len(args)], args)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,13 +360,14 @@ class LayerStream:
         if carried is not None:
             hidden, value = carried.parted(hidden, numbers=self.dtype)
             call = call.given(carried.argument, value)
-        kwargs = call.kwargs
+        args, kwargs = call.args, call.kwargs
         cache = self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
+            args = _with_cache(module, args, cache)
         alone = self.device.is_host or self.dtype != torch.float32
         with widened(self.dtype), nullcontext() if alone else RepeatedHeads():
-            output: Any = module(hidden, *call.args, **kwargs)
+            output: Any = module(hidden, *args, **kwargs)
         result: Tensor = output[0] if self.graph.family.tuple_of else output
         return result if carried is None else carried.joined(result, output[carried.output])
 

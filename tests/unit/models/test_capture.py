@@ -20,6 +20,7 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     GemmaConfig,
     GemmaForCausalLM,
+    GPT2Config,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -297,6 +298,24 @@ def test_recorded_keys_and_values_are_what_a_dynamic_cache_stores(folder):
         assert torch.equal(key, cache.layers[index].keys)
         assert torch.equal(value, cache.layers[index].values)
     assert torch.equal(stream.finish(states[0].hidden), logits)
+
+
+@torch.no_grad()
+def test_a_cache_that_a_layer_is_given_without_its_name_is_recorded_too(tmp_path):
+    """GPT-2 hands it to its blocks by position."""
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stock.save_pretrained(tmp_path)
+    stream, seen = stream_of(tmp_path), {}
+    recorder = KVRecorder(lambda index, key, value: seen.setdefault(index, (key, value)))
+    sequence, cache = torch.arange(20), DynamicCache()
+    through_layers(stream, stream.begin([sequence]), cache=recorder)
+    stock(sequence[None], past_key_values=cache)
+    assert list(seen) == [0, 1]
+    for index, (key, value) in seen.items():
+        torch.testing.assert_close(key, cache.layers[index].keys)
+        torch.testing.assert_close(value, cache.layers[index].values)
 
 
 @torch.no_grad()
