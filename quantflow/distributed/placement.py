@@ -17,10 +17,17 @@ source name:
                 of a column: `sliced` (the default), or `gathered` or `reduced` where every rank has
                 all of the output;
                 of a replicated tensor: its value where the model is cut
+    spans       runs of a column's share, [[offset, length], ...], where there are several: `offset`
+                is then the first's, `length` that of all
     unit        length along the axis that is never cut: head_dim where heads lie along it; 1 where
                 it is left out
     copies      true where a unit goes to several cards when there are fewer units than cards: kv
                 heads
+    uneven      true where cards may have unequal numbers of units: query heads that all read the
+                same key and value
+    blocks      where several parts lie along the axis, how often they follow each other
+    parts       these parts, in order, each cut by itself: [{units, copies, uneven}, ...]. Queries,
+                keys and values of one linear are three; blocks go whole where there are enough
     experts     number of experts, of an expert
     plan        of a replicated tensor: its kind where a model is cut over several cards
     bound       true where the statistics of the output bound it from above and were not seen
@@ -65,12 +72,18 @@ _KEYS = {
     "length",
     "full_shape",
     "output",
+    "spans",
     "unit",
     "copies",
+    "uneven",
+    "blocks",
+    "parts",
     "experts",
     "plan",
     "bound",
 }
+# how an axis is cut, which every share of it says again
+_CUT = ("output", "unit", "copies", "uneven", "blocks", "parts", "bound")
 _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 
@@ -99,6 +112,9 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
         "axis": placement.get("axis") == AXES.get(kind),
         "unit": type(placement.get("unit", 1)) is int and placement.get("unit", 1) >= 1,
         "copies": placement.get("copies", False) in (False, True),
+        "uneven": placement.get("uneven", False) in (False, True),
+        "blocks": type(placement.get("blocks", 1)) is int and placement.get("blocks", 1) >= 1,
+        "parts": _are_parts(placement.get("parts", [{"units": 1}])),
         "plan": placement.get("plan") in (None, "column", "row"),
         "output": placement.get("output")
         in (*OUTPUTS.get(cut, ()), *(() if kind == "row" else (None,))),
@@ -114,6 +130,8 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
         checks["offset"] = type(offset) is int and offset >= 0
         if all(checks.values()):
             checks["offset + length"] = offset + length <= shape[AXES[kind]]
+        if all(checks.values()) and "spans" in placement:
+            checks["spans"] = _are_spans(placement["spans"], placement, size=shape[AXES[kind]])
     for field, right in checks.items():
         if not right:
             raise InputError(
@@ -123,6 +141,43 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
         raise InputError(
             f"{where}: tensors.{name} has unknown fields {sorted(unknown)}", "use a newer quantflow"
         )
+
+
+def _are_parts(parts: Any) -> bool:
+    """Whether a record's parts of an axis can be read."""
+    return (
+        isinstance(parts, list)
+        and bool(parts)
+        and all(
+            isinstance(part, Mapping)
+            and not set(part) - {"units", "copies", "uneven"}
+            and type(part.get("units")) is int
+            and part["units"] >= 1
+            and all(part.get(key, False) in (False, True) for key in ("copies", "uneven"))
+            for part in parts
+        )
+    )
+
+
+def _are_spans(spans: Any, placement: Placement, *, size: int) -> bool:
+    """Whether a record's runs follow each other along an axis of `size`, and are its share."""
+    if placement["kind"] != "column" or not isinstance(spans, list) or len(spans) < 2:
+        return False
+    if not all(
+        isinstance(span, list)
+        and len(span) == 2
+        and all(type(each) is int for each in span)
+        and span[1] >= 1
+        for span in spans
+    ):
+        return False
+    ends = [0, *(offset + length for offset, length in spans)]
+    return (
+        all(offset >= end for (offset, _), end in zip(spans, ends, strict=False))
+        and ends[-1] <= size
+        and spans[0][0] == placement["offset"]
+        and sum(length for _, length in spans) == placement["length"]
+    )
 
 
 def sharing(placement: Placement, site: str) -> Sharing:
@@ -162,7 +217,7 @@ def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
     for position, placement in enumerate(placements):
         # Query heads are never copied, not even where cards share the key and value heads that the
         # placement is about.
-        positions.setdefault(position if site == "query" else _piece(placement), []).append(
+        positions.setdefault(position if site == "query" else spans_of(placement), []).append(
             position
         )
     return list(positions.values())
@@ -178,15 +233,16 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
     if first["kind"] not in AXES:
         return
     size = first["full_shape"][AXES[first["kind"]]]
-    position = 0
-    held = [_piece(placement) for placement in placements]
+    held = [spans_of(placement) for placement in placements]
     # neighbouring cards hold neighbouring shares, so that a group of them holds one
     whole = held == sorted(held)
-    for offset, length in dict.fromkeys(held):
-        whole = whole and offset == position
-        position += length
-    if not whole or position != size:
-        spans = ", ".join(f"{offset}-{offset + length}" for offset, length in held[:8])
+    shared = any(part.get("copies") for part in first.get("parts", ()))
+    lengths = sum(length for piece in dict.fromkeys(held) for _, length in piece)
+    if not whole or _union(held) != ((0, size),) or (lengths != size and not shared):
+        spans = ", ".join(
+            " and ".join(f"{offset}-{offset + length}" for offset, length in piece)
+            for piece in held[:8]
+        )
         raise StatisticsError(
             f"{name}: {len(placements)} cards hold {spans} of {size} along axis "
             f"{AXES[first['kind']]}, in turn",
@@ -207,18 +263,19 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
         return dict(first)
     if first["kind"] == "expert":
         return {**first, "length": max(placement["length"] for placement in parts)}
-    held = list(dict.fromkeys(_piece(placement) for placement in parts))
+    held = {spans_of(placement) for placement in parts}
     bound = {"bound": True} if len(held) > 1 and sharing(first, "output") == "partial" else {}
-    offset, length = held[0][0], sum(length for _, length in held)
-    if length < first["full_shape"][AXES[first["kind"]]]:
-        return {**first, "offset": offset, "length": length, **bound}
+    spans = _union(held)
+    if spans != ((0, first["full_shape"][AXES[first["kind"]]]),):
+        kept = {key: value for key, value in first.items() if key != "spans"}
+        return {**kept, **_as_share(spans), **bound}
     return {
         "kind": "replicated",
         "axis": None,
         "offset": 0,
         "full_shape": first["full_shape"],
         "plan": first["kind"],
-        **{key: first[key] for key in ("output", "unit", "copies", "bound") if key in first},
+        **{key: first[key] for key in _CUT if key in first},
         **bound,
     }
 
@@ -233,17 +290,60 @@ def holder_of(number: int, *, experts: int, cards: int) -> int:
     return number * cards // experts
 
 
-def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tuple[int, int] | None:
+def units_of(
+    count: int, *, cards: int, card: int, copies: bool = False, uneven: bool = False
+) -> tuple[int, int] | None:
     """The card's part of `count` units, (first, number of units), or None where they do not divide.
 
     Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to
-    several neighbouring ones, as runtimes do with kv heads.
+    several neighbouring ones, as runtimes do with kv heads. With `uneven`, some cards may have one
+    more than others.
     """
-    if count % cards == 0:
-        return card * (count // cards), count // cards
+    if count % cards == 0 or (uneven and count >= cards):
+        first = card * count // cards
+        return first, (card + 1) * count // cards - first
     if copies and cards % count == 0:
         return card * count // cards, 1
     return None
+
+
+def units_of_parts(
+    parts: Sequence[Mapping[str, Any]], blocks: int, *, cards: int, card: int
+) -> list[tuple[int, int]] | None:
+    """The card's runs of units, (first, number), of parts that follow each other in blocks.
+
+    A card has whole blocks, or where they are fewer than the cards a part of each part of one.
+
+    Args:
+        parts: see the placement's field.
+        blocks: how often they follow each other.
+        cards: number of cards.
+        card: number of this card.
+
+    Returns:
+        The runs in order; None where blocks or parts do not divide.
+    """
+    size = sum(part["units"] for part in parts)
+    if blocks % cards == 0:
+        return [(card * (blocks // cards) * size, blocks // cards * size)]
+    if cards % blocks:
+        return None
+    inside = cards // blocks
+    block, place = divmod(card, inside)
+    runs, begin = [], block * size
+    for part in parts:
+        held = units_of(
+            part["units"],
+            cards=inside,
+            card=place,
+            copies=part.get("copies", False),
+            uneven=part.get("uneven", False),
+        )
+        if held is None:
+            return None
+        runs.append((begin + held[0], held[1]))
+        begin += part["units"]
+    return runs
 
 
 def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, Any]:
@@ -273,7 +373,7 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
         return dict(whole)
     size = whole["full_shape"][AXES[plan]]
     unit = whole.get("unit", 1)
-    held = units_of(size // unit, cards=cards, card=card, copies=whole.get("copies", False))
+    held = _held_units(whole, size // unit, cards=cards, card=card)
     if held is None:
         what = (
             f"{size // unit} heads"
@@ -286,13 +386,47 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
     placement = {
         "kind": plan,
         "axis": AXES[plan],
-        "offset": held[0] * unit,
-        "length": held[1] * unit,
+        **_as_share(_union([[(first * unit, count * unit) for first, count in held]])),
         "full_shape": whole["full_shape"],
-        **{key: whole[key] for key in ("output", "unit", "copies", "bound") if key in whole},
+        **{key: whole[key] for key in _CUT if key in whole},
     }
     return placement if plan == "column" else {"output": "reduced", **placement}
 
 
-def _piece(placement: Placement) -> tuple[int, int]:
-    return placement["offset"], placement["length"]
+def _held_units(
+    whole: Placement, count: int, *, cards: int, card: int
+) -> list[tuple[int, int]] | None:
+    """The card's runs of the `count` units of an axis; None where they do not divide."""
+    if "parts" in whole:
+        return units_of_parts(whole["parts"], whole.get("blocks", 1), cards=cards, card=card)
+    held = units_of(
+        count,
+        cards=cards,
+        card=card,
+        copies=whole.get("copies", False),
+        uneven=whole.get("uneven", False),
+    )
+    return None if held is None else [held]
+
+
+def spans_of(placement: Placement) -> tuple[tuple[int, int], ...]:
+    """The runs of a share along its axis, (offset, length) in order."""
+    spans = placement.get("spans", [[placement["offset"], placement["length"]]])
+    return tuple((offset, length) for offset, length in spans)
+
+
+def _as_share(spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The fields of a placement that say where its share lies."""
+    share_of = {"offset": spans[0][0], "length": sum(length for _, length in spans)}
+    return share_of if len(spans) == 1 else {**share_of, "spans": [list(span) for span in spans]}
+
+
+def _union(pieces: Iterable[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
+    """The runs of several shares together, in order; neighbouring ones are one."""
+    whole: list[tuple[int, int]] = []
+    for offset, length in sorted(span for piece in pieces for span in piece):
+        if whole and offset <= sum(whole[-1]):
+            begin, held = whole.pop()
+            offset, length = begin, max(held, offset + length - begin)
+        whole.append((offset, length))
+    return tuple(whole)

@@ -1,18 +1,24 @@
 """The part of each linear, embedding and KV cache that a card of a tensor-parallel mesh holds.
 
 Which linears are cut by rows and which by columns comes from transformers' own plan
-(`config.base_model_tp_plan`), and is checked against the shapes of the weights and the numbers of
-heads. Heads go whole; the rows of the families (`quantflow.models.family`) say in which linear they
-lie. The result is data that goes into measurement.json (`quantflow.distributed.placement`), so no
-stage after measure needs a model to know it. Nothing here imports transformers.
+(`config.base_model_tp_plan`), or where it has none that is known here from the row of the family
+(`quantflow.models.family`): what makes heads and what goes up by rows, what reads either by
+columns. Both are checked against the shapes of the weights and the numbers of heads. Heads go
+whole, and lie in the linears as `quantflow.distributed.head_cut` says. The result is data that goes
+into measurement.json (`quantflow.distributed.placement`), so no stage after measure needs a model
+to know it. Nothing here imports transformers.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quantflow.distributed.placement import share
+from quantflow.distributed.head_cut import units_in
+from quantflow.distributed.placement import AXES, share
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.models import architecture
+from quantflow.models.architecture import Blueprint
 from quantflow.models.family import FAMILIES, FamilyRow, attention_heads
 from quantflow.models.graph import UNTRACED, text_config
 from quantflow.models.open import graph_for
@@ -51,6 +57,8 @@ _HEADS = {
     for row in FAMILIES.values()
     for linear, heads in attention_heads(row).items()
 }
+# Attention's last linears, which are cut by columns.
+_OUTPUTS = {_leaf(row.names.output) for row in FAMILIES.values()}
 
 
 def _key_linears(row: FamilyRow) -> set[str]:
@@ -75,6 +83,41 @@ _STACKED = {
 _STACKED_STYLES = {"packed_colwise": "colwise", "rowwise": "rowwise"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Cuts:
+    """How a model is cut over cards.
+
+    Attributes:
+        plan: pattern of linears -> style; see `_STYLES`.
+        units: linear -> the fields of its placement that say what of it goes whole, and the length
+            of the axis that is cut, which they make; only where the linear is cut.
+        caches: attention -> shape of its KV cache, [heads, head_dim], and the fields of its
+            placement that say how its heads go to the cards.
+        mixed: layers have heads of different sizes, or others than the configuration says: nothing
+            is known of them.
+    """
+
+    plan: Mapping[str, str]
+    units: Mapping[str, "_Units"]
+    caches: Mapping[str, tuple[list[int], dict[str, Any]]]
+    mixed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Units:
+    """What goes whole of an axis.
+
+    Attributes:
+        fields: fields of a placement.
+        size: length of the axis.
+        why: what config.json has, for a message.
+    """
+
+    fields: Mapping[str, Any]
+    size: int
+    why: str
+
+
 def placements(
     config: Any,
     shapes: Mapping[str, Sequence[int]],
@@ -82,10 +125,11 @@ def placements(
     tp: int,
     rank: int,
     ep: int = 1,
-    copy_kv_heads: bool = False,
     row_output: str = "reduced",
 ) -> dict[str, dict[str, Any]]:
     """The part of every linear, embedding and KV cache that one rank holds.
+
+    Several cards hold the same kv heads where there are fewer heads than cards.
 
     Args:
         config: the model's configuration as transformers has it.
@@ -94,8 +138,6 @@ def placements(
         rank: number of the process; its card is rank % tp, its share of the experts rank % ep.
         ep: number of ranks that whole experts are spread over; 1 cuts every expert over the cards.
             Beside experts, a linear that no plan cuts in a known way is then whole on every card.
-        copy_kv_heads: several cards hold the same kv heads where there are fewer heads than cards,
-            as in runtimes; transformers does not.
         row_output: output that is measured of a linear that is cut by columns: `partial` before the
             cards' summands are added up, `reduced` after it.
 
@@ -106,36 +148,18 @@ def placements(
     Raises:
         UsageError: heads, rows, columns or experts do not divide; names the tensor and the numbers.
         InputError: a weight's shape contradicts the configuration.
-        UnsupportedError: the family has no plan, or one that cuts tensors in a way that is not
-            known here.
+        UnsupportedError: transformers has no plan for the family, or one that cuts tensors in a way
+            that is not known here, and its row says none either.
     """
     if tp < 1 or ep < 1:
         raise UsageError(f"tp={tp}, ep={ep}", "give 1 or more")
     whole_model, config = config, text_config(config)
-    plan = getattr(config, "base_model_tp_plan", None) or {}
     linears = {
         name.removesuffix(WEIGHT): list(shape)
         for name, shape in shapes.items()
         if _is_linear(name, shape)
     }
-    key_linears = _KEYS_OF.get(config.model_type, _KEYS)
-    attentions = {name.rpartition(".")[0] for name in linears if _leaf(name) in key_linears}
-    # layers of a heterogeneous model have heads of different sizes
-    uneven = bool(getattr(config, "is_heterogeneous", False))
-    # and the heads of a family without a graph in its row may hold a gate too
-    if not uneven and tp == 1 and config.model_type not in UNTRACED:
-        inside = {
-            name: shape for name, shape in linears.items() if name.rpartition(".")[0] in attentions
-        }
-        uneven = not all(_by_heads(name, shape, plan, config) for name, shape in inside.items())
-    # the plan of a model of more than text speaks of its other parts too
-    if tp == 1 and (whole_model is not config or uneven):
-        plan = {}
-    if not plan and tp > 1 and ep == 1:
-        raise UnsupportedError(
-            f"model_type {config.model_type!r}: transformers has no tensor-parallel plan",
-            "use --tp 1",
-        )
+    cuts = _cuts(config, linears, alone=whole_model is config, tp=tp, ep=ep)
     if ep > 1 or tp > 1:
         _refuse_stacked_experts(shapes)
     experts = _count_experts(linears) if ep > 1 else {}
@@ -146,28 +170,57 @@ def placements(
             whole = _expert(expert, shape, experts=experts)
             held[name] = share(name, whole, cards=ep, card=rank % ep)
             continue
-        whole = _whole(name, shape, plan, strict=tp > 1 and ep == 1, row_output=row_output)
-        parent, _, linear = name.rpartition(".")
-        if parent in attentions and "plan" in whole and (tp > 1 or linear in _HEADS):
-            whole |= _heads(name, whole, config, copy_kv_heads=copy_kv_heads)
+        whole = _whole(name, shape, cuts.plan, strict=tp > 1 and ep == 1, row_output=row_output)
+        if "plan" in whole and name in cuts.units:
+            whole |= _checked(name, whole, cuts.units[name])
         held[name] = (
             _vocabulary_share(whole, tp, rank % tp)
-            if linear in _OUTSIDE
+            if _leaf(name) in _OUTSIDE
             else share(name, whole, cards=tp, card=rank % tp)
         )
-        if linear in key_linears and not uneven:
-            cache = _cache(config, cut="plan" in whole, copy_kv_heads=copy_kv_heads)
-            held[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
+    for name, (heads, fields) in cuts.caches.items():
+        cache: dict[str, Any] = {
+            "kind": "replicated",
+            "axis": None,
+            "offset": 0,
+            "full_shape": heads,
+        }
+        whole = {**cache, "plan": "column", **fields} if cuts.plan else cache
+        held[name] = share(f"{name}: KV cache", whole, cards=tp, card=rank % tp)
     # attentions of these have any name for the linear that makes keys, so the trace says where
     if tp == 1 and config.model_type not in UNTRACED:
         for layer in graph_for(whole_model).layers:
-            shape = [layer.kv_heads, layer.head_dim]
+            heads = [layer.kv_heads, layer.head_dim]
             if layer.attention is not None:
                 held.setdefault(
                     layer.attention,
-                    {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape},
+                    {"kind": "replicated", "axis": None, "offset": 0, "full_shape": heads},
                 )
     return held
+
+
+def runs_on_shares(config: Any, tensors: Mapping[str, Mapping[str, Any]], *, cards: int) -> bool:
+    """Whether transformers' modules run on a card's own heads and rows alone.
+
+    They do where transformers has the plan and every card has as much as the others, each of it
+    once. Elsewhere they are given all heads and rows, of which the others' are zeros.
+
+    Args:
+        config: the model's configuration as transformers has it.
+        tensors: placements of the linears and KV caches on one of the cards.
+        cards: number of cards.
+    """
+    plan = _own_plan(config)
+    inside = {name: one for name, one in tensors.items() if _leaf(name) not in _OUTSIDE}
+    return bool(plan) and all(
+        _style(name, plan) in _STYLES
+        and "spans" not in placement
+        and (
+            placement["kind"] not in AXES
+            or placement["length"] * cards == placement["full_shape"][placement["axis"]]
+        )
+        for name, placement in inside.items()
+    )
 
 
 def whole_experts(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -272,56 +325,172 @@ def _vocabulary_share(whole: Mapping[str, Any], cards: int, card: int) -> dict[s
     return {"kind": "column", "axis": 0, "offset": offset, "length": length, **kept}
 
 
-def _heads(
-    name: str, whole: Mapping[str, Any], config: Any, *, copy_kv_heads: bool
-) -> dict[str, Any]:
-    """The unit of a linear of an attention, whose weight is checked to have the heads."""
-    linear = _leaf(name)
-    if linear not in _HEADS:
-        raise UnsupportedError(
-            f"{name}: it is not known how heads lie in it", "measure this model with --tp 1"
+def _own_plan(config: Any) -> Mapping[str, str]:
+    """Transformers' plan for a configuration; empty where there is none."""
+    return getattr(text_config(config), "base_model_tp_plan", None) or {}
+
+
+def _cuts(config: Any, linears: Mapping[str, list[int]], *, alone: bool, tp: int, ep: int) -> _Cuts:
+    """How a model is cut.
+
+    Args:
+        config: transformers' configuration of the language model.
+        linears: linear -> [O, I].
+        alone: it is all of the model; others have parts that plans speak of too.
+        tp: number of cards that a replica is cut over; with one nothing is refused that is whole.
+        ep: number of ranks that experts are spread over.
+
+    Raises:
+        UnsupportedError: see `placements`.
+    """
+    plan = _own_plan(config)
+    blueprint = architecture.read(config.to_dict()) if alone else "it is a part of a model"
+    known = blueprint if isinstance(blueprint, Blueprint) and _is_plain(blueprint) else None
+    if not plan or any(_style(name, plan) not in _STYLES for name in linears):
+        if known is not None and not any(known.sparse):
+            plan = _row_plan(known)
+        elif not plan and tp > 1 and ep == 1:
+            because = f" ({blueprint})" if isinstance(blueprint, str) else ""
+            raise UnsupportedError(
+                f"model_type {config.model_type!r}: transformers has no tensor-parallel plan, and "
+                f"its row has none{because}",
+                "use --tp 1",
+            )
+    cuts = (
+        _of_names(config, linears, plan, tp=tp) if known is None else _of_row(known, linears, plan)
+    )
+    if tp > 1:
+        return cuts
+    # the heads of a family without a graph in its row may hold a gate too
+    mixed = cuts.mixed or (
+        config.model_type not in UNTRACED
+        and not all(
+            _cut_size(whole) == units.size
+            for name, units in cuts.units.items()
+            if "plan" in (whole := _whole(name, linears[name], plan, strict=False, row_output=""))
         )
-    field, heads, width = _heads_of(linear, config)
+    )
+    if not alone or mixed:
+        return replace(cuts, plan={}, mixed=mixed, caches={} if mixed else cuts.caches)
+    return cuts
+
+
+def _is_plain(blueprint: Blueprint) -> bool:
+    """Whether an attention has linears of heads, each of which goes through it by itself."""
+    heads = blueprint.heads
+    return not (heads.output_gate or heads.whole_norms or blueprint.latent or any(blueprint.linear))
+
+
+def _row_plan(blueprint: Blueprint) -> dict[str, str]:
+    """The plan of a dense family by its row."""
+    names = blueprint.names
+    by_rows, by_columns = (*names.qkv, *names.up), (names.output, names.down)
+    return {
+        f"{names.layers}.*.{name}": style
+        for style, linears in (("colwise", by_rows), ("rowwise", by_columns))
+        for name in linears
+    }
+
+
+def _of_row(
+    blueprint: Blueprint, linears: Mapping[str, list[int]], plan: Mapping[str, str]
+) -> _Cuts:
+    """The cuts of a model whose row says how heads lie in which linear."""
+    heads, names = blueprint.heads, blueprint.names
+    counts = {
+        **dict.fromkeys((names.output, *names.qkv), ("num_attention_heads", heads.num_heads)),
+        **dict.fromkeys(names.qkv[1:], ("num_key_value_heads", heads.num_kv_heads)),
+    }
+    units: dict[str, _Units] = {}
+    for part, fields in units_in(blueprint).items():
+        key, count = counts[part]
+        axis = "columns" if part == names.output else "rows"
+        unit = fields["unit"]
+        size, why = count * unit, f"{key}={count} of {unit} {axis} each"
+        if "parts" in fields:
+            size = fields["blocks"] * sum(each["units"] for each in fields["parts"]) * unit
+            kv_heads = heads.num_kv_heads
+            why = f"{count} heads, {kv_heads} of keys and {kv_heads} of values, of {unit} rows each"
+        units |= {
+            f"{names.layers}.{index}.{part}": _Units(fields=fields, size=size, why=why)
+            for index in range(blueprint.layers)
+        }
+    if blueprint.form.gated and len(names.up) == 1:
+        for name in {f"{names.layers}.{index}.{names.up[0]}" for index in range(blueprint.layers)}:
+            if name in linears:
+                half = {"units": linears[name][0] // 2}
+                gate_and_up = "gate and up of as many rows"
+                units[name] = _Units(
+                    fields={"parts": [half, half]}, size=2 * half["units"], why=gate_and_up
+                )
+    cached = heads.num_heads if blueprint.repeated_cache else heads.num_kv_heads
+    fields = {} if blueprint.repeated_cache else {"copies": True}
+    return _Cuts(
+        plan=plan,
+        units={name: one for name, one in units.items() if name in linears},
+        caches={
+            f"{names.layers}.{index}.{names.attention}": ([cached, heads.head_dim], fields)
+            for index in range(blueprint.layers)
+            if f"{names.layers}.{index}.{names.qkv[0]}" in linears
+        },
+    )
+
+
+def _of_names(
+    config: Any, linears: Mapping[str, list[int]], plan: Mapping[str, str], *, tp: int
+) -> _Cuts:
+    """The cuts of a model whose linears have the names that the rows have for the same parts.
+
+    Raises:
+        UnsupportedError: a linear of an attention has another name, and is cut over several cards.
+    """
+    # layers of a heterogeneous model have heads of different sizes
+    if tp == 1 and getattr(config, "is_heterogeneous", False):
+        return _Cuts(plan=plan, units={}, caches={}, mixed=True)
+    key_linears = _KEYS_OF.get(config.model_type, _KEYS)
+    attentions = {name.rpartition(".")[0] for name in linears if _leaf(name) in key_linears}
+    units, caches = {}, {}
+    for name in linears:
+        parent, _, linear = name.rpartition(".")
+        if parent not in attentions:
+            continue
+        if linear in _HEADS:
+            units[name] = _units_by_name(linear, config)
+        elif tp > 1 and _STYLES.get(_style(name, plan), (None, None))[0] is not None:
+            raise UnsupportedError(
+                f"{name}: it is not known how heads lie in it", "measure this model with --tp 1"
+            )
+        if linear in key_linears:
+            heads = [_count(config, "num_key_value_heads"), _head_dim(config)]
+            caches[parent] = (heads, {"copies": True})
+    return _Cuts(plan=plan, units=units, caches=caches)
+
+
+def _units_by_name(linear: str, config: Any) -> _Units:
+    """What goes whole of a linear of an attention, by the last part of its name."""
+    field, multiple = _HEADS[linear]
+    count, unit = _count(config, field), multiple * _head_dim(config)
+    fields = {"unit": unit, **({"copies": True} if field == "num_key_value_heads" else {})}
+    axis = "columns" if linear in _OUTPUTS else "rows"
+    return _Units(fields=fields, size=count * unit, why=f"{field}={count} of {unit} {axis} each")
+
+
+def _checked(name: str, whole: Mapping[str, Any], units: _Units) -> dict[str, Any]:
+    """The fields of a linear's units, whose weight is checked to have them."""
     size = _cut_size(whole)
-    if size != heads * width:
+    if size != units.size:
         axis = "rows" if whole["plan"] == "column" else "columns"
         raise InputError(
-            f"{name}: {size} {axis}, config.json has {field}={heads} of {width} {axis} each",
+            f"{name}: {size} {axis}, config.json has {units.why}",
             "check that config.json belongs to these weights",
         )
-    copies = copy_kv_heads and field == "num_key_value_heads"
-    return {"unit": width, **({"copies": True} if copies else {})}
-
-
-def _by_heads(name: str, shape: Sequence[int], plan: Mapping[str, str], config: Any) -> bool:
-    """Whether a linear of an attention has the configuration's heads; true where none are known."""
-    linear = _leaf(name)
-    whole = _whole(name, list(shape), plan, strict=False, row_output="reduced")
-    if linear not in _HEADS or "plan" not in whole:
-        return True
-    _, heads, width = _heads_of(linear, config)
-    return _cut_size(whole) == heads * width
-
-
-def _heads_of(linear: str, config: Any) -> tuple[str, int, int]:
-    """The key that counts a linear's heads, their number, and the rows or columns of each."""
-    field, multiple = _HEADS[linear]
-    return field, _count(config, field), multiple * _head_dim(config)
+    return dict(units.fields)
 
 
 def _cut_size(whole: Mapping[str, Any]) -> int:
     """The length of the axis that a plan cuts."""
-    size: int = whole["full_shape"][0 if whole["plan"] == "column" else 1]
+    size: int = whole["full_shape"][AXES[whole["plan"]]]
     return size
-
-
-def _cache(config: Any, *, cut: bool, copy_kv_heads: bool) -> dict[str, Any]:
-    """The placement of a KV cache on a single card: [kv heads, head_dim]."""
-    shape = [_count(config, "num_key_value_heads"), _head_dim(config)]
-    whole: dict[str, Any] = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape}
-    if not cut:
-        return whole
-    return {**whole, "plan": "column", **({"copies": True} if copy_kv_heads else {})}
 
 
 def _count(config: Any, field: str) -> int:

@@ -1,10 +1,15 @@
-"""One rank's share of a model that transformers' own tensor-parallel plan cuts over several.
+"""One rank's share of a model that several run together, whose layers are transformers' modules.
 
-The layers run as the library runs them: its hooks are installed on every linear that the plan
-names, so a column-sharded linear computes some of the outputs, and a row-sharded one takes some of
-the inputs and adds its products to those of the other ranks. Ours is where the weights come from:
-of a cut weight a rank reads its slice from the files, and nothing else. Embeddings, norms and the
-head stay whole; of an embedding only the rows of the tokens are read anyway.
+A column-sharded linear computes some of the outputs, and a row-sharded one takes some of the inputs
+and adds its products to those of the other ranks. Of a cut weight a rank reads its slice from the
+files, and nothing else. Embeddings, norms and the head stay whole; of an embedding only the rows of
+the tokens are read anyway.
+
+Where transformers has a tensor-parallel plan its own hooks are installed on every linear that the
+plan names, and the modules run on the rank's heads alone. The modules of other families count on
+all heads, and so do those of a plan whose kv heads are fewer than the ranks. There a linear puts
+the rank's outputs in their places among zeros, attention and activation run over all of it, and the
+next linear takes the rank's inputs out again: heads and features go through both each by itself.
 
 Of a mixture whose experts lie on several cards each runs its own and sends their outputs to the
 others, which add them up in the order of one process.
@@ -17,14 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from quantflow.core.device import HOST, Device
-from quantflow.distributed.placement import Placement, is_elsewhere
+from quantflow.distributed.placement import Placement, is_elsewhere, spans_of
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
 from quantflow.models.experts import Experts, SpreadExperts
@@ -104,23 +111,54 @@ class RankShare:
         if placement["kind"] not in STYLES or (placement["kind"] == "row" and leaf != "weight"):
             # the bias of a row is added once, after the sum
             return self.source.read([name], dtype)[name]
-        part = slice(placement["offset"], placement["offset"] + placement["length"])
         file, info = self.source.checkpoint.tensors[name]
         path = self.source.checkpoint.folder / file
         if placement["kind"] == "row":
-            return read_columns(path, info, part).to(dtype)
+            begin, length = placement["offset"], placement["length"]
+            return read_columns(path, info, slice(begin, begin + length)).to(dtype)
+        rows = channels_of(placement)
         if leaf == "bias":
-            return self.source.read([name], dtype)[name][part]
-        return read_rows(path, info, torch.arange(part.start, part.stop)).to(dtype)
+            return self.source.read([name], dtype)[name][rows]
+        return read_rows(path, info, rows).to(dtype)
 
 
-def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+def channels_of(placement: Placement) -> Tensor:
+    """The numbers of the rows or columns that a card holds, int64, in order."""
+    return torch.cat(
+        [torch.arange(offset, offset + length) for offset, length in spans_of(placement)]
+    )
+
+
+def held_channels(x: Tensor, placement: Placement, *, axis: int = -1, width: int = 1) -> Tensor:
+    """The part of a whole tensor that belongs to a card's share.
+
+    Args:
+        x: the tensor.
+        placement: the share.
+        axis: axis of the tensor along which it lies.
+        width: channels of the placement that are one of the tensor's.
+    """
+    parts = [
+        x.narrow(axis, offset // width, length // width) for offset, length in spans_of(placement)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
+def cut_(
+    stream: LayerStream,
+    placements: Mapping[str, Placement],
+    mesh: DeviceMesh,
+    *,
+    among_zeros: bool,
+) -> None:
     """Make every decoder layer of a stream run on its rank's slices, together with the mesh.
 
     Args:
         stream: stream over a `RankShare` of the same placements.
         placements: source name of a linear -> the part of it that this rank holds.
         mesh: one-dimensional, the ranks that share the model.
+        among_zeros: modules are given all heads and features, with zeros for those of other ranks;
+            else transformers' hooks give them the rank's alone.
 
     Raises:
         UnsupportedError: a placement that is none of replicated, column, row and expert.
@@ -143,7 +181,38 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
         module = stream.model.get_submodule(modules[name])
         column = placement["kind"] == "column"
         _shorten_(module, axis=placement["axis"], length=placement["length"], bias=column)
-        _install(STYLES[placement["kind"]], module, mesh)
+        if not among_zeros:
+            _install(STYLES[placement["kind"]], module, mesh)
+        elif column:
+            module.forward = partial(_among_zeros, module, placement)
+        else:
+            module.forward = partial(_added_up, module, placement, mesh)
+
+
+def _among_zeros(module: nn.Module, placement: Placement, x: Tensor) -> Tensor:
+    """The rank's outputs in their places, [..., O], zeros elsewhere.
+
+    Each run of rows is a product of its own: ranks that hold the same heads then compute the same
+    bits, whatever else they hold.
+    """
+    weight: Any = module.weight
+    bias: Any = module.bias
+    lengths = [length for _, length in spans_of(placement)]
+    rows = weight.split(lengths)
+    biases = [None] * len(rows) if bias is None else bias.split(lengths)
+    y = x.new_zeros(*x.shape[:-1], placement["full_shape"][0])
+    for (offset, length), some, added in zip(spans_of(placement), rows, biases, strict=True):
+        y[..., offset : offset + length] = functional.linear(x, some, added)
+    return y
+
+
+def _added_up(module: nn.Module, placement: Placement, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """The outputs of all ranks' inputs, [..., O], of which this one has its own products."""
+    weight: Any = module.weight
+    bias: Any = module.bias
+    y = functional.linear(held_channels(x, placement), weight)
+    distributed.all_reduce(y, group=mesh.get_group())
+    return y if bias is None else y + bias
 
 
 def _install(style: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -36,7 +36,7 @@ from quantflow.distributed.launch import (
     own_device,
     require_trust,
 )
-from quantflow.distributed.sharding import placements
+from quantflow.distributed.sharding import placements, runs_on_shares
 from quantflow.distributed.team import HOST_BACKEND, backend_of, meet
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files import disk, stage_folder
@@ -382,11 +382,17 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
 
 def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Replica:
     dp, tp = _sizes(job, world)
-    # Of a model that is whole here the placements say how a runtime would cut it, which copies
-    # heads where they are few.
     held = _placements(job, source, cards=tp, rank=rank)
     mesh = replicas.meshed(world, tp, device=_device(job))
-    return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=mesh)
+    return Replica(
+        index=rank // tp,
+        count=dp,
+        cards=tp,
+        card=rank % tp,
+        placements=held,
+        mesh=mesh,
+        among_zeros=mesh is not None and not runs_on_shares(source.config, held, cards=tp),
+    )
 
 
 def _placements(
@@ -398,7 +404,7 @@ def _placements(
     """
     tp = cards if _ep(job) == 1 else 1
     shapes = _shapes(source)
-    return placements(source.config, shapes, tp=tp, rank=rank, ep=_ep(job), copy_kv_heads=tp == 1)
+    return placements(source.config, shapes, tp=tp, rank=rank, ep=_ep(job))
 
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from quantflow.core import determinism
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.distributed.placement import is_elsewhere
-from quantflow.distributed.transformers_split import RankShare, cut_
+from quantflow.distributed.transformers_split import RankShare, cut_, held_channels
 from quantflow.files.canonical import digest_of
 from quantflow.files.safetensors_header import read_header
 from quantflow.measuring.backward import generator_for
@@ -173,7 +173,12 @@ class Observation:
             return LayerStream(self.source, self.graph, dtype=self.dtype, device=self.device)
         share = RankShare(source=self.source, placements=self.replica.placements)
         stream = LayerStream(share, self.graph, dtype=self.dtype, device=self.device)
-        cut_(stream, self.replica.placements, self.replica.mesh)
+        cut_(
+            stream,
+            self.replica.placements,
+            self.replica.mesh,
+            among_zeros=self.replica.among_zeros,
+        )
         return stream
 
     def _measure_layer(
@@ -201,6 +206,7 @@ class Observation:
             return hidden, mine.observers
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:
+            x, y = self._own(name, x, "row"), self._own(name, y, "column")
             if name in firsts:  # linears of a group see one input: observed once
                 self._see(mine.observers, f"{name}|input", self._of_inputs, x)
             self._see(mine.observers, f"{name}|output", [AmaxObserver.NAME], y)
@@ -232,6 +238,21 @@ class Observation:
         self._add_unseen(total, module, layer)
         return fetched(_by_name(total, layer), self.device)
 
+    def _own(self, name: str, x: Tensor, kind: str, *, axis: int = -1, width: int = 1) -> Tensor:
+        """What is this card's of a tensor of which the layer was given all.
+
+        Args:
+            name: linear or attention along whose cut axis the tensor lies, if it is cut.
+            x: the tensor.
+            kind: kind of placement that cuts that axis.
+            axis: axis of the tensor.
+            width: channels of the placement that are one of the tensor's: of a head.
+        """
+        placement = self.replica.placements.get(name)
+        if not self.replica.among_zeros or placement is None or placement["kind"] != kind:
+            return x
+        return held_channels(x, placement, axis=axis, width=width)
+
     def _is_here(self, name: str) -> bool:
         """Whether a linear is not one of an expert that another card holds."""
         placement = self.replica.placements.get(name)
@@ -256,11 +277,16 @@ class Observation:
     def _observe_query(self, observers: Observers, layer: Layer, query: Tensor) -> None:
         # others multiply what they call queries too, and keep no keys
         if layer.attention is not None:
+            # the linear behind attention is cut as its heads are
+            for name in layer.linears if self.replica.among_zeros else ():
+                if name.startswith(f"{layer.attention}."):
+                    query = self._own(name, query, "row", axis=1, width=query.shape[-1])
             self._see(observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)
 
     def _observe_cache(
         self, observers: Observers, layer: Layer, key: Tensor, value: Tensor
     ) -> None:
+        key, value = (self._own(str(layer.attention), x, "column", axis=1) for x in (key, value))
         self._see(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)
         self._see(observers, f"{layer.attention}|v_cache", [AmaxObserver.NAME], value)
         for site, states in zip(HEADS, (key, value), strict=True):  # observed as [1, D, S, heads]

@@ -30,6 +30,8 @@ class Replica:
         placements: source name -> the part of it that this rank holds; empty where the model is not
             cut.
         mesh: the cards of this replica; None where there is one.
+        among_zeros: layers see all heads and features, of which those of other cards are zeros
+            (`quantflow.distributed.transformers_split`); else the card's alone.
     """
 
     index: int
@@ -38,6 +40,7 @@ class Replica:
     card: int = 0
     placements: Mapping[str, Mapping[str, Any]]
     mesh: DeviceMesh | None = None
+    among_zeros: bool = False
 
     def span(self, value: int) -> tuple[int, int]:
         """The least and the greatest of the cards' values."""

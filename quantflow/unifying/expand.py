@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from quantflow.distributed.placement import Placement, share, sharing
+from quantflow.distributed.placement import Placement, share, sharing, spans_of
 from quantflow.distributed.sharding import whole_experts
 from quantflow.errors import InputError, UsageError
 from quantflow.measuring.record import Measurement
-from quantflow.numerics.statistics import ONCE
+from quantflow.numerics.statistics import ONCE, part_of
 from quantflow.observers import statistic_named
 from quantflow.observers.keys import Key, by_site
 
@@ -157,11 +158,13 @@ def _cut(
         rules.update((statistic, _KEPT) for statistic in values)
         return dict(values)
     kept: dict[str, Tensor] = {}
-    part = slice(placement["offset"], placement["offset"] + placement["length"])
+    parts = [slice(offset, offset + length) for offset, length in spans_of(placement)]
     for name, value in values.items():
         statistic = statistic_named(name)
-        if how == "channels" and statistic.cut is not None:
-            rule, kept[name] = _CUT, statistic.cut(value, part)
+        if how == "channels" and statistic.cut is not None and len(parts) == 1:
+            rule, kept[name] = _CUT, statistic.cut(value, parts[0])
+        elif how == "channels" and statistic.cut is part_of:
+            rule, kept[name] = _CUT, torch.cat([part_of(value, part) for part in parts])
         elif how == "channels" and statistic.cards == ONCE:
             rule, kept[name] = _KEPT, value
         elif (
@@ -169,7 +172,8 @@ def _cut(
             and statistic.maximum_of is not None
             and statistic.maximum_of in values
         ):
-            channels = values[statistic.maximum_of][part]
+            whole = values[statistic.maximum_of]
+            channels = torch.cat([whole[part] for part in parts])
             rule, kept[name] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
         elif not statistic.is_sum:
             rule, kept[name] = _BOUND, value

@@ -26,7 +26,7 @@ _SAME_ON_EVERY_RANK = (
         "device",
     ),
 )
-_OF_A_SHARE = ("offset", "length")  # what may differ between the cards of a replica
+_OF_A_SHARE = ("offset", "length", "spans")  # what may differ between the cards of a replica
 _ONE = "give the ranks of one measurement"
 _NAMED = 9  # of what is missing: a message names eight, and a record may declare any number
 

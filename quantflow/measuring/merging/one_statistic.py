@@ -15,9 +15,11 @@ layout says (placement.py). The observer that owns a statistic says how it folds
 
 once: the lowest rank's, after checking that the others have the same: exactly, and for sums of
 floats within 1e-5 of the largest, since arithmetic on several cards rounds differently. The same
-holds for cards that hold copies of a share. bounded: |a + b| <= |a| + |b|, so the sum of the
-summands' maxima bounds the maximum of their sum; rounded away from zero. A sum of products of
-channels is only known within each card's own; between cards it is not there to be merged.
+holds for cards that hold copies of a share, and for channels that several hold. concatenated: in
+the order of the whole, where shares of one linear of queries, keys and values lie apart. bounded:
+|a + b| <= |a| + |b|, so the sum of the summands' maxima bounds the maximum of their sum; rounded
+away from zero. A sum of products of channels is only known within each card's own; between cards it
+is not there to be merged.
 
 Replicas see different samples: maxima, minima and sums, folded in rank order. Statistics of a
 weight are taken once, after checking that the replicas have the same.
@@ -49,6 +51,9 @@ _FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+Runs = Sequence[tuple[int, int]]
+
+
 class RankValue(NamedTuple):
     """One statistic on one rank.
 
@@ -56,11 +61,14 @@ class RankValue(NamedTuple):
         who: the rank's name in messages.
         tensor: the statistic.
         channels: number of its channels.
+        runs: where they lie among all, (first, number) in order; empty where neighbouring ranks
+            have neighbouring channels.
     """
 
     who: str
     tensor: Tensor
     channels: int
+    runs: Runs = ()
 
 
 def merge(
@@ -125,6 +133,8 @@ def _within(key: Key, statistic: Statistic, sharing: Sharing) -> str:
 
 def _combined(key: Key, parts: Sequence[RankValue], rule: str) -> RankValue:
     tensors = [part.tensor for part in parts]
+    if rule == JOINED and parts[0].runs:
+        return _in_place(key, parts)
     if rule == JOINED:
         tensor = torch.cat(tensors)
     elif rule == ONCE:
@@ -134,6 +144,22 @@ def _combined(key: Key, parts: Sequence[RankValue], rule: str) -> RankValue:
     else:
         tensor = reduce(_FOLDS[rule], tensors)
     return RankValue(who=parts[0].who, tensor=tensor, channels=sum(part.channels for part in parts))
+
+
+def _in_place(key: Key, parts: Sequence[RankValue]) -> RankValue:
+    """Channels that lie apart, in their order; those that several ranks have are taken once."""
+    places = [
+        torch.cat([torch.arange(first, first + count) for first, count in part.runs])
+        for part in parts
+    ]
+    held = torch.tensor(sorted(set(torch.cat(places).tolist())))
+    tensor = parts[0].tensor.new_empty(len(held))
+    for part, place in zip(reversed(parts), reversed(places), strict=True):
+        tensor[torch.searchsorted(held, place)] = part.tensor
+    for part, place in zip(parts, places, strict=True):
+        first = parts[0]._replace(tensor=tensor[torch.searchsorted(held, place)])
+        _agreed(key, [first, part])
+    return RankValue(who=parts[0].who, tensor=tensor, channels=len(held))
 
 
 def _bound(summands: Sequence[Tensor]) -> Tensor:

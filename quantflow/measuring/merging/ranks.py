@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.distributed.placement import channels, joined, shares, sharing
+from quantflow.distributed.placement import channels, joined, shares, sharing, spans_of
 from quantflow.errors import InputError, StatisticsError
 from quantflow.measuring.merging.agreement import by_rank, check_agreement
 from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
 from quantflow.measuring.merging.grouping import arrange, check_groups, some
-from quantflow.measuring.merging.one_statistic import BOUNDED, RankValue, merge
+from quantflow.measuring.merging.one_statistic import BOUNDED, RankValue, Runs, merge
 from quantflow.measuring.record import Measurement
 from quantflow.measuring.routing import routed_key
 from quantflow.measuring.stored import Deferred, Later, spec_of
@@ -199,12 +199,14 @@ def _merge_statistics(grid: RankMesh) -> tuple[Deferred, _Account]:
         rows = [row for row in rows if row]
         placements = [[member.meta["tensors"][name] for member in row] for row in rows]
         stacks = [shares(parts, site) for parts in placements]
-        widths = [[channels(part, site) for part in parts] for parts in placements]
+        cells = [
+            [(channels(part, site), _runs(part, site)) for part in parts] for parts in placements
+        ]
         for statistic in statistics:
             key = Key(name, site, statistic)
             text = str(key)
             merging = partial(
-                _merged, key, rows, widths, sharing=sharing(first, site), stacks=stacks
+                _merged, key, rows, cells, sharing=sharing(first, site), stacks=stacks
             )
             merged[text], rule = merging()
             if is_matrix(text):  # checked now, and merged again when it is written
@@ -225,17 +227,30 @@ def _merge_statistics(grid: RankMesh) -> tuple[Deferred, _Account]:
 
 
 def _merged(
-    key: Key, rows: RankMesh, widths: Sequence[Sequence[int]], **shared: Any
+    key: Key, rows: RankMesh, held: Sequence[Sequence[tuple[int, Runs]]], **shared: Any
 ) -> tuple[Tensor, str]:
-    """A statistic of every rank merged, and by which rule."""
+    """A statistic of every rank merged, and by which rule.
+
+    Args:
+        key: key of the statistic.
+        rows: the ranks.
+        held: number of channels of each rank, and where they lie.
+        shared: see `merge`.
+    """
     values = [
         [
-            RankValue(member.who, member.statistics[str(key)], width)
-            for member, width in zip(*cells, strict=True)
+            RankValue(member.who, member.statistics[str(key)], width, runs)
+            for member, (width, runs) in zip(*cells, strict=True)
         ]
-        for cells in zip(rows, widths, strict=True)
+        for cells in zip(rows, held, strict=True)
     ]
     return merge(key, values, **shared)
+
+
+def _runs(placement: Mapping[str, Any], site: str) -> Runs:
+    """Where the channels of a rank's share lie among all, if shares are apart; else nothing."""
+    apart = "parts" in placement and sharing(placement, site) == "channels"
+    return spans_of(placement) if apart else ()
 
 
 def _first(merging: Callable[[], tuple[Tensor, str]]) -> Tensor:

@@ -1,7 +1,7 @@
 """The cut of a model over cards that quantize it together; sizes that do not fit are refused."""
 
 from quantflow.distributed.sharding import placements
-from quantflow.errors import UsageError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
 from quantflow.models.open import ModelFiles
@@ -19,7 +19,8 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     Raises:
         UsageError: heads, rows, columns, groups or experts do not divide, scales span blocks of
             rows, or are searched.
-        UnsupportedError: transformers has no tensor-parallel plan for the family.
+        UnsupportedError: the family has no tensor-parallel plan, or one linear of queries, keys and
+            values whose part for a card lies apart.
     """
     if ranks < 1:
         raise UsageError(f"ranks={ranks}", "give 1 or more")
@@ -44,13 +45,18 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     ep = ranks if graph.sparse and not plan.file_to_file else 1
     shares = []
     for rank in range(ranks):
-        held = placements(config, shapes, tp=ranks, rank=rank, ep=ep, copy_kv_heads=True)
+        held = placements(config, shapes, tp=ranks, rank=rank, ep=ep)
         shares.append(
             CardShare(
                 rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}
             )
         )
     for name, placement in shares[0].placements.items():
+        if "spans" in placement:
+            raise UnsupportedError(
+                f"{name}: the queries, keys and values of a card are rows that lie apart",
+                "leave --ranks out; `measure --tp`, `generate` and `serve` share this model",
+            )
         why = (
             cut_columns(placement["full_shape"][1], ranks, plan.schemes[name])
             if placement["axis"] == 1

@@ -40,6 +40,14 @@ from torch.nn import functional
 
 from quantflow.backends.backend import Case
 from quantflow.distributed.communicator import Communicator
+from quantflow.distributed.head_cut import (
+    Spans,
+    blocks_of,
+    go_whole,
+    heads_of_block,
+    kv_heads,
+    query_heads,
+)
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import DTYPE_BITS, TensorInfo
 from quantflow.formats import compressed_tensors
@@ -48,7 +56,6 @@ from quantflow.models.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact, RunnableLinear
 from quantflow.runtime.operations import Norm, normalized
 
-Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank
 TensorFunction = Callable[[Tensor], Tensor]
 # scales of a quantized cache: one number, or one for each kv head
 _OF_HEADS = ("k_scale", "v_scale")
@@ -84,12 +91,12 @@ class Ranks:
         self._spans = _fitting_spans(artifact, whole, blueprint, world)
         self.artifact = _share(whole, blueprint, self._spans, rank=rank, world=world)
         heads, latent = blueprint.heads, blueprint.latent
-        of_ranks = _query_heads(blueprint, world)
+        of_ranks = query_heads(blueprint, world)
         first, count = of_ranks[rank]
         own = replace(
             heads,
             num_heads=count,
-            num_kv_heads=_kv_heads(blueprint, world)[rank][1],
+            num_kv_heads=kv_heads(blueprint, world)[rank][1],
             slopes=heads.slopes[first : first + count],
         )
         blocks = max(1, (blueprint.fused.blocks or 1) // world)
@@ -98,8 +105,8 @@ class Ranks:
         # kv heads, in order, each from the first rank that holds it
         self._first_holders = [
             index
-            for index, (first, _) in enumerate(_kv_heads(blueprint, world))
-            if index == 0 or first != _kv_heads(blueprint, world)[index - 1][0]
+            for index, (first, _) in enumerate(kv_heads(blueprint, world))
+            if index == 0 or first != kv_heads(blueprint, world)[index - 1][0]
         ]
         width = heads.head_dim if latent is None else latent.value
         self._attended = [count * width for _, count in of_ranks]
@@ -369,7 +376,7 @@ def _taken_apart(artifact: Artifact, world: int, *, rank: int) -> tuple[Artifact
             )
         headers.cut_(whole, [*zip(_parts(whole, len(sizes)), edges, sizes, strict=False)])
 
-    blocks, counts = _blocks(blueprint), _heads_of_block(blueprint)
+    blocks, counts = blocks_of(blueprint), heads_of_block(blueprint)
     fused = len(names.qkv) == 1 and blocks % world != 0 and world % blocks == 0
     sizes = [counts[part] * heads.head_dim for part in blueprint.fused.order]
     gated = blueprint.form.gated
@@ -399,37 +406,12 @@ def _parts(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}.{number}" for number in range(count))
 
 
-def _blocks(blueprint: Blueprint) -> int:
-    """The number of blocks that heads lie in; 1 where nothing is fused."""
-    return 1 if blueprint.fused.blocks is None else blueprint.fused.blocks
-
-
-def _heads_of_block(blueprint: Blueprint) -> dict[str, int]:
-    """The number of queries, keys and values in a block of heads."""
-    heads, blocks = blueprint.heads, _blocks(blueprint)
-    kv_heads = heads.num_kv_heads // blocks
-    return {"q": heads.num_heads // blocks, "k": kv_heads, "v": kv_heads}
-
-
-def _query_heads(blueprint: Blueprint, world: int) -> Spans:
-    """The first query head of each rank and how many it holds."""
-    count = blueprint.heads.num_heads
-    edges = [rank * count // world for rank in range(world + 1)]
-    return [(begin, end - begin) for begin, end in zip(edges, edges[1:], strict=False)]
-
-
-def _kv_heads(blueprint: Blueprint, world: int) -> Spans:
-    """The first kv head of each rank and how many it holds; several hold one where they are few."""
-    count = blueprint.heads.num_kv_heads
-    return [(rank * count // world, max(1, count // world)) for rank in range(world)]
-
-
 def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
     """The spans, or a sentence about what does not divide."""
     heads, names = blueprint.heads, blueprint.names
-    if not _heads_go_whole(blueprint, world):
+    if not go_whole(blueprint, world):
         return f"{heads.num_heads} heads, {heads.num_kv_heads} of keys and values, do not go whole"
-    blocks = _blocks(blueprint)
+    blocks = blocks_of(blueprint)
     if len(names.qkv) == 1 and blocks % world:  # else the linear is taken apart
         return f"{heads.num_heads} heads that lie in {blocks} blocks do not go whole"
     spans: dict[str, Spans] = {}
@@ -460,23 +442,13 @@ def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Sp
     return spans
 
 
-def _heads_go_whole(blueprint: Blueprint, world: int) -> bool:
-    """Whether every rank has heads of its own, and the keys and values that they need."""
-    heads = blueprint.heads
-    if heads.num_kv_heads == 1 and blueprint.latent is None and not heads.whole_norms:
-        return world <= heads.num_heads
-    return heads.num_heads % world == 0 and (
-        heads.num_kv_heads % world == 0 or world % heads.num_kv_heads == 0
-    )
-
-
 def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
     """The rows of each rank of the linears of a layer that make heads, by their names.
 
     Those of a linear that was taken apart are of the rank's block.
     """
     heads, names, latent = blueprint.heads, blueprint.names, blueprint.latent
-    blocks, counts = _blocks(blueprint), _heads_of_block(blueprint)
+    blocks, counts = blocks_of(blueprint), heads_of_block(blueprint)
     places = [rank * blocks // world for rank in range(world)]  # of each rank's first block
 
     def rows(of_ranks: Spans, of_block: int, features: int) -> Spans:
@@ -486,7 +458,7 @@ def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
         ]
 
     def queries(features: int) -> Spans:
-        return rows(_query_heads(blueprint, world), counts["q"], features)
+        return rows(query_heads(blueprint, world), counts["q"], features)
 
     if latent is not None:
         query = names.qkv[0] if latent.compressed is None else latent.names.query_up
@@ -497,7 +469,7 @@ def _attention_spans(blueprint: Blueprint, world: int) -> dict[str, Spans]:
     if len(names.qkv) == 1:
         own = sum(counts.values()) * heads.head_dim * blocks // world  # of whole blocks
         return {names.qkv[0]: [(rank * own, own) for rank in range(world)]}
-    copied = rows(_kv_heads(blueprint, world), counts["k"], heads.head_dim)
+    copied = rows(kv_heads(blueprint, world), counts["k"], heads.head_dim)
     query, *same = names.qkv
     return {query: queries(heads.head_dim)} | dict.fromkeys(same, copied)
 
@@ -577,13 +549,13 @@ def _share(
     names, heads = blueprint.names, blueprint.heads
     repeated = blueprint.repeated_cache
     cached = heads.num_heads if repeated else heads.num_kv_heads
-    first, count = (_query_heads if repeated else _kv_heads)(blueprint, world)[rank]
+    first, count = (query_heads if repeated else kv_heads)(blueprint, world)[rank]
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
         scale = headers.tensors.get(name)
         if scale is not None and scale[1].shape[0] == cached:
             headers.cut_tensor_(name, first, count)
     if names.sinks is not None:
-        own = _query_heads(blueprint, world)[rank]
+        own = query_heads(blueprint, world)[rank]
         for index in range(blueprint.layers):
             headers.cut_tensor_(f"{names.layers}.{index}.{names.sinks}", *own)
     bias = f"{names.head}.bias"

@@ -1,15 +1,19 @@
-"""What each card holds: transformers' own plan, checked against shapes and heads."""
+"""What each card holds: transformers' plan or the row's, checked against shapes and heads."""
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CodeGenConfig,
     DeepseekV3Config,
+    FalconConfig,
     Gemma4TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
@@ -18,9 +22,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quantflow.distributed.placement import check_cover, check_placement
+from quantflow.distributed.placement import (
+    check_cover,
+    check_placement,
+    joined,
+    share,
+    spans_of,
+)
 from quantflow.distributed.sharding import placements
-from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
 from quantflow.models.names import NameMap
 
 SIZES = {
@@ -116,6 +126,7 @@ def test_a_llama_layer_on_the_second_of_two_cards_by_hand():
     }
     column = {"kind": "column", "axis": 0}
     row = {"kind": "row", "axis": 1, "output": "reduced"}
+    keys = {**column, "offset": 16, "length": 16, "full_shape": [32, 64], "unit": 8, "copies": True}
     assert layer == {
         "self_attn.q_proj": {
             **column,
@@ -124,22 +135,10 @@ def test_a_llama_layer_on_the_second_of_two_cards_by_hand():
             "full_shape": [64, 64],
             "unit": 8,
         },
-        "self_attn.k_proj": {
-            **column,
-            "offset": 16,
-            "length": 16,
-            "full_shape": [32, 64],
-            "unit": 8,
-        },
-        "self_attn.v_proj": {
-            **column,
-            "offset": 16,
-            "length": 16,
-            "full_shape": [32, 64],
-            "unit": 8,
-        },
+        "self_attn.k_proj": keys,
+        "self_attn.v_proj": keys,
         "self_attn.o_proj": {**row, "offset": 32, "length": 32, "full_shape": [64, 64], "unit": 8},
-        "self_attn": {**column, "offset": 2, "length": 2, "full_shape": [4, 8]},
+        "self_attn": {**column, "offset": 2, "length": 2, "full_shape": [4, 8], "copies": True},
         "mlp.gate_proj": {**column, "offset": 48, "length": 48, "full_shape": [96, 64]},
         "mlp.up_proj": {**column, "offset": 48, "length": 48, "full_shape": [96, 64]},
         "mlp.down_proj": {**row, "offset": 48, "length": 48, "full_shape": [64, 96]},
@@ -172,13 +171,14 @@ def test_the_fused_projection_of_gpt_neox_is_cut_between_heads():
         "offset": 6,
         "length": 2,
         "full_shape": [8, 8],
+        "copies": True,
     }
     assert found["gpt_neox.embed_in"]["kind"] == "replicated"
 
 
 def test_one_card_holds_everything_and_the_plan_says_how_it_would_be_cut():
     config = CONFIGS["llama"]
-    found = placements(config, shapes_of(config), tp=1, rank=0, copy_kv_heads=True)
+    found = placements(config, shapes_of(config), tp=1, rank=0)
     base = {"kind": "replicated", "axis": None, "offset": 0}
     prefix = "model.layers.0"
     assert found[f"{prefix}.self_attn.k_proj"] == {
@@ -231,8 +231,12 @@ def test_what_is_measured_of_a_row_is_the_callers_to_say():
     ("change", "tp", "message"),
     [
         ({}, 3, r"self_attn\.q_proj: 8 heads over 3 cards"),
-        ({"num_key_value_heads": 2}, 4, r"self_attn\.k_proj: 2 heads over 4 cards"),
-        ({"num_key_value_heads": 1}, 2, r"self_attn\.k_proj: 1 heads over 2 cards"),
+        (
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4},
+            6,
+            r"self_attn\.k_proj: 4 heads over 6 cards",
+        ),
+        ({"num_key_value_heads": 1}, 9, r"self_attn\.q_proj: 8 heads over 9 cards"),
         ({"intermediate_size": 90}, 4, r"mlp\.gate_proj: 90 rows over 4 cards"),
         ({}, 0, r"tp=0, ep=1; give 1 or more"),
     ],
@@ -243,10 +247,10 @@ def test_a_number_of_cards_that_does_not_divide_is_refused_with_the_numbers(chan
         placements(config, shapes_of(config), tp=tp, rank=0)
 
 
-def test_key_and_value_heads_are_copied_where_that_is_asked_for():
+def test_key_and_value_heads_that_are_fewer_than_the_cards_are_held_by_several():
     config = LlamaConfig(**SIZES, num_key_value_heads=2)
     shapes = shapes_of(config)
-    found = [placements(config, shapes, tp=4, rank=rank, copy_kv_heads=True) for rank in range(4)]
+    found = [placements(config, shapes, tp=4, rank=rank) for rank in range(4)]
     assert [one["model.layers.0.self_attn.v_proj"]["offset"] for one in found] == [0, 0, 8, 8]
     assert [one["model.layers.0.self_attn"]["offset"] for one in found] == [0, 0, 1, 1]
     assert [one["model.layers.0.self_attn.q_proj"]["offset"] for one in found] == [0, 16, 32, 48]
@@ -388,26 +392,153 @@ def test_shared_experts_are_ordinary_linears():
     assert [one["kind"] for one in found.values()] == ["column", "row"]
 
 
-def test_a_family_without_a_plan_is_measured_on_one_card_alone():
-    config = OPTConfig(hidden_size=64, num_attention_heads=8, ffn_dim=96, num_hidden_layers=1)
-    shapes = {"model.decoder.layers.0.fc1.weight": [96, 64]}
-    assert (
-        placements(config, shapes, tp=1, rank=0)["model.decoder.layers.0.fc1"]["kind"]
-        == "replicated"
+def test_a_family_without_a_plan_and_a_row_is_measured_on_one_card_alone():
+    config = MptConfig(d_model=64, n_heads=8, n_layers=1)
+    shapes = {"transformer.blocks.0.ffn.up_proj.weight": [256, 64]}
+    found = placements(config, shapes, tp=1, rank=0)
+    assert found["transformer.blocks.0.ffn.up_proj"]["kind"] == "replicated"
+    said = (
+        r"model_type 'mpt': transformers has no tensor-parallel plan, and its row has none \(it "
+        r"does not know the layers of mpt\); use --tp 1"
     )
-    with pytest.raises(
-        UnsupportedError,
-        match=r"model_type 'opt': transformers has no tensor-parallel plan; use --tp 1",
-    ):
+    with pytest.raises(UnsupportedError, match=said):
         placements(config, shapes, tp=2, rank=0)
 
 
-def test_a_plan_that_cuts_fused_tensors_is_refused_by_name():
+def test_a_family_without_a_plan_is_cut_as_its_row_says():
+    config = OPTConfig(hidden_size=64, num_attention_heads=8, ffn_dim=96, num_hidden_layers=1)
+    prefix = "model.decoder.layers.0"
+    shapes = {f"{prefix}.fc1.weight": [96, 64], f"{prefix}.fc2.weight": [64, 96]}
+    shapes |= {
+        f"{prefix}.self_attn.{each}_proj.weight": [64, 64] for each in ("q", "k", "v", "out")
+    }
+    found = placements(config, shapes, tp=2, rank=1)
+    kinds = {name.rpartition(".")[2]: (one["kind"], one["offset"]) for name, one in found.items()}
+    rows = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("column", 32)) | {"fc1": ("column", 48)}
+    columns = {"out_proj": ("row", 32), "fc2": ("row", 48)}
+    assert kinds == {**rows, **columns, "self_attn": ("column", 4)}
+
+
+def fused(config, name, rows, *, tp, rank):
+    """The runs of rows of one linear of queries, keys and values that a card holds."""
+    shapes = {f"{name}.weight": [rows, config.hidden_size]}
+    return placements(config, shapes, tp=tp, rank=rank)[name].get("spans")
+
+
+def test_queries_keys_and_values_of_one_linear_are_cut_each_by_itself():
+    """GPT-2 has all queries, then all keys, then all values."""
+    config = GPT2Config(n_embd=64, n_head=8, n_layer=1)
+    name = "transformer.h.0.attn.c_attn"
+    assert fused(config, name, 192, tp=2, rank=1) == [[32, 32], [96, 32], [160, 32]]
+    assert fused(config, name, 192, tp=8, rank=0) == [[0, 8], [64, 8], [128, 8]]
+
+
+def test_heads_of_a_falcon_go_in_unequal_numbers_where_all_share_a_key():
+    """Falcon 7B has 71 heads of 64, then a key and a value that every card has."""
+    config = FalconConfig(hidden_size=4544, num_attention_heads=71, num_hidden_layers=1)
+    name = "transformer.h.0.self_attention.query_key_value"
+    assert fused(config, name, 73 * 64, tp=2, rank=0) == [[0, 35 * 64], [71 * 64, 128]]
+    # the last card's queries stand beside them
+    last = placements(config, {f"{name}.weight": [73 * 64, 4544]}, tp=2, rank=1)[name]
+    assert (last["offset"], last["length"], "spans" in last) == (35 * 64, 38 * 64, False)
+
+
+def test_a_card_has_a_part_of_a_block_where_blocks_are_fewer_than_cards():
+    """Falcon 40B has eight blocks: 16 queries, a key and a value."""
+    config = FalconConfig(
+        hidden_size=8192,
+        num_attention_heads=128,
+        num_kv_heads=8,
+        num_hidden_layers=1,
+        new_decoder_architecture=True,
+    )
+    name, block = "transformer.h.0.self_attention.query_key_value", 18 * 64
+    shapes = {f"{name}.weight": [8 * block, 8192]}
+    whole = placements(config, shapes, tp=4, rank=3)
+    assert (whole[name]["offset"], whole[name]["length"]) == (6 * block, 2 * block)
+    # transformers keeps a key for each query
+    assert whole["transformer.h.0.self_attention"] == {
+        "kind": "column",
+        "axis": 0,
+        "offset": 96,
+        "length": 32,
+        "full_shape": [128, 64],
+    }
+    third = placements(config, shapes, tp=16, rank=2)[name]
+    assert third["spans"] == [[block, 8 * 64], [block + 16 * 64, 2 * 64]]
+
+
+def test_the_processors_that_trained_a_codegen_are_its_blocks():
+    """Four blocks of queries, values and keys."""
+    config = CodeGenConfig(n_embd=64, n_head=8, n_layer=1, rotary_dim=8)
+    name = "transformer.h.0.attn.qkv_proj"
+    shapes = {f"{name}.weight": [192, 64]}
+    half = placements(config, shapes, tp=2, rank=1)[name]
+    assert (half["offset"], half["length"]) == (96, 96)
+    assert fused(config, name, 192, tp=8, rank=3) == [[56, 8], [72, 8], [88, 8]]
+
+
+def test_gate_and_up_of_one_linear_are_cut_each_by_itself():
     config = Phi3Config(**SIZES, num_key_value_heads=4, pad_token_id=0)
-    shapes = {"model.layers.0.self_attn.o_proj.weight": [64, 64]}
-    assert "plan" not in placements(config, shapes, tp=1, rank=0)["model.layers.0.self_attn.o_proj"]
-    with pytest.raises(
-        UnsupportedError,
-        match=r"o_proj: transformers cuts it as 'rowwise_split_input', known are colwise",
-    ):
-        placements(config, shapes, tp=2, rank=0)
+    shapes = {"model.layers.0.mlp.gate_up_proj.weight": [192, 64]}
+    shapes |= {"model.layers.0.self_attn.qkv_proj.weight": [128, 64]}
+    found = placements(config, shapes, tp=2, rank=1)
+    assert found["model.layers.0.mlp.gate_up_proj"]["spans"] == [[48, 48], [144, 48]]
+    assert found["model.layers.0.self_attn.qkv_proj"]["spans"] == [[32, 32], [80, 16], [112, 16]]
+
+
+@pytest.mark.parametrize("cards", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("queries", [5, 8, 16])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_cards_hold_every_row_of_one_linear_in_order(cards, queries, blocks):
+    parts = [{"units": queries, "uneven": True}, {"units": 1, "copies": True}]
+    parts.append({"units": 1, "copies": True})
+    size = blocks * (queries + 2) * 4
+    whole = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [size, 3]}
+    whole |= {"plan": "column", "unit": 4, "blocks": blocks, "parts": parts}
+    if blocks % cards and (cards % blocks or queries < cards // blocks):
+        with pytest.raises(UsageError, match=f"over {cards} cards"):
+            share("fused", whole, cards=cards, card=0)
+        return
+    held = [share("fused", whole, cards=cards, card=card) for card in range(cards)]
+    for one in held:
+        check_placement("fused", one, where="here")
+    check_cover("fused", held)
+    assert joined(held) == whole
+    every = [
+        row for one in held for begin, count in spans_of(one) for row in range(begin, begin + count)
+    ]
+    assert set(every) == set(range(size))
+    if cards % 2 == 0:
+        halves = [joined(held[: cards // 2]), joined(held[cards // 2 :])]
+        assert joined(halves) == whole
+    del held[-1]
+    with pytest.raises(StatisticsError, match=r"fused: .* cards hold .* along axis 0, in turn"):
+        check_cover("fused", held)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"spans": [[0, 4]]},
+        {"spans": [[0, 4], [2, 4]]},
+        {"spans": [[4, 4], [12, 4]]},
+        {"spans": [[0, 4], [28, 4]], "length": 9},
+        {"spans": [[0, 4], [30, 4]]},
+        {"spans": [[0, 4], ["8", 4]]},
+        {"spans": {}},
+        {"parts": []},
+        {"parts": [{"units": 0}]},
+        {"parts": [{"units": 2, "copies": 3}]},
+        {"parts": [{"units": 2, "heads": 3}]},
+        {"blocks": 0},
+        {"uneven": 1.5},
+    ],
+)
+def test_records_of_shares_that_lie_apart_are_checked(wrong):
+    right = {"kind": "column", "axis": 0, "offset": 0, "length": 8, "full_shape": [32, 3]}
+    right |= {"spans": [[0, 4], [16, 4]], "unit": 4, "blocks": 1, "uneven": True}
+    right |= {"parts": [{"units": 4}, {"units": 4, "copies": True}]}
+    check_placement("fused", right, where="here")
+    with pytest.raises(InputError, match=r"here: tensors\.fused: .* does not fit"):
+        check_placement("fused", {**right, **wrong}, where="here")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantflow.distributed.placement import share, units_of
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.measuring.merging.ranks import unify
 from quantflow.measuring.record import read_measurement, write_measurement
 from quantflow.unifying.expand import expand, planned
@@ -44,6 +44,44 @@ def test_each_card_gets_its_own_channels_and_their_maximum(simulation, tp):
         assert one.meta["tensors"]["up"] == made.placement("up", card)
         assert one.meta["tensors"]["down"] == made.placement("down", card)
         assert one.indices == merged.indices
+
+
+FUSED = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [8, 3], "plan": "column"}
+FUSED |= {"blocks": 1, "parts": [{"units": 4}, *[{"units": 2, "copies": True}] * 2]}
+
+
+@pytest.mark.parametrize(
+    ("cards", "rows"),
+    [
+        (2, [[0, 1, 4, 6], [2, 3, 5, 7]]),
+        (4, [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]),  # four queries of two kv heads
+    ],
+)
+def test_rows_of_one_linear_that_lie_apart_are_cut_out_and_put_back(simulation, cards, rows):
+    values = torch.arange(1.0, 9.0)
+    statistics = {"fused|output|channel_amax": values, "fused|output|amax": values.max()}
+    statistics |= {"fused|weight|channel_amax": 2 * values}
+    _, merged = whole(simulation, tp=2)
+    meta = {**merged.meta, "tensors": {"fused": FUSED}}
+    ranks = expanded(replace(merged, meta=meta, statistics=statistics), cards)
+    for one, held in zip(ranks, rows, strict=True):
+        assert one.statistics["fused|output|channel_amax"].tolist() == values[held].tolist()
+        assert one.statistics["fused|output|amax"] == values[held].max()
+        assert one.statistics["fused|weight|channel_amax"].tolist() == (2 * values[held]).tolist()
+    (again,) = unify(ranks, [list(range(cards))])
+    assert again.meta["tensors"] == meta["tensors"]
+    assert {key: value.tolist() for key, value in again.statistics.items()} == {
+        key: value.tolist() for key, value in statistics.items()
+    }
+    halves = unify(ranks, [list(range(cards // 2)), list(range(cards // 2, cards))])
+    assert halves[1].statistics["fused|output|channel_amax"].tolist() == [3.0, 4.0, 6.0, 8.0]
+    if cards == 4:
+        other = {**ranks[1].statistics, "fused|output|channel_amax": torch.tensor([2.0, 5.5, 7.0])}
+        ranks[1] = replace(ranks[1], statistics=other)
+        with pytest.raises(
+            StatisticsError, match=r"rank 1: fused\|output\|channel_amax\[1\] is 5.5"
+        ):
+            unify(ranks, [[0, 1, 2, 3]])
 
 
 def test_what_has_no_experts_is_not_spread_by_them(simulation):
