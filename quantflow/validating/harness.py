@@ -15,7 +15,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -51,6 +51,7 @@ from quantflow.runtime.decoding import generate
 from quantflow.runtime.decoding.text import before_end
 from quantflow.runtime.load import Loaded
 from quantflow.shipped import SHIPPED
+from quantflow.sources.data_sets import cache_alone, why_unreachable
 
 POSITIONS = 2048  # of a model that says nothing of its own
 NEW_TOKENS = 256  # of a task that says nothing of its own; lm-eval's number
@@ -327,10 +328,18 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
             )
     tasks: dict[str, Task] = {}
     groups: dict[str, Group] = {}
+    unreachable = None
+    configs = {name: _config(path) for name, path in files.items()}
+    if any("custom_dataset" not in configs.get(name, {}) for name in names):
+        unreachable = why_unreachable()
     for name in names:
         try:
-            with _seeded(), redirect_stderr(io.StringIO()):  # their bars of progress
-                loaded = manager.load([_config(files[name]) if name in files else name])
+            with (
+                _seeded(),
+                redirect_stderr(io.StringIO()),  # their bars of progress
+                cache_alone() if unreachable else nullcontext(),
+            ):
+                loaded = manager.load([configs.get(name, name)])
                 for task in loaded["tasks"].values():
                     _refuse_foreign(task)
                     _set_shots(task, options.shots)
@@ -341,6 +350,12 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
         except (
             Exception
         ) as error:  # what data sets, the hub, templates and a task's own Python raise
+            if unreachable and isinstance(error, ConnectionError):
+                raise InputError(
+                    f"task {name}: its data set is not in the cache, and {unreachable}",
+                    "connect to the hub once, or ask what needs none: "
+                    f"{', '.join(sorted(shipped))}, or a YAML file with data beside it",
+                ) from error
             raise InputError(
                 f"task {name}: {type(error).__name__}: {first_line(error)}",
                 "check the file, or that the hub can be reached",

@@ -3,11 +3,15 @@
 import json
 import runpy
 import shutil
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from huggingface_hub import constants
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -21,6 +25,7 @@ from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.runtime.load import load
+from quantflow.validating import harness
 from quantflow.validating.harness import TaskOptions, evaluate, loaded_tasks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -276,3 +281,47 @@ def test_a_later_document_without_what_the_question_names_is_refused(llama, own)
     )
     with pytest.raises(InputError, match="strip"):
         asked(llama, path)
+
+
+@pytest.mark.parametrize("told", ["cannot be reached", "HF_HUB_OFFLINE is set"])
+def test_a_data_set_of_a_hub_that_does_not_answer_is_said_at_once(told, tmp_path, monkeypatch):
+    """The package datasets would ask six times, with 23 seconds between."""
+    task = {"task": "far", "dataset_path": "org/far", "output_type": "generate_until"}
+    task |= {"test_split": "test", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}"}
+    (tmp_path / "far.yaml").write_text(json.dumps(task))
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for library, key in ((constants, "ENDPOINT"), (datasets.config, "HF_ENDPOINT")):
+            monkeypatch.setattr(library, key, endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", "OFFLINE" in told)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        with pytest.raises(
+            InputError, match=f"far.yaml: its data set is not in .*{told}"
+        ) as caught:
+            loaded_tasks(TaskOptions(names=(str(tmp_path / "far.yaml"),)))
+    assert "small_hellaswag, small_lambada" in caught.value.remedy
+    assert not waits and datasets.config.HF_HUB_OFFLINE is False
+    assert constants.HF_HUB_OFFLINE is ("OFFLINE" in told)
+
+
+def test_a_data_set_that_is_in_the_cache_needs_no_hub(tmp_path, monkeypatch):
+    asked = []
+    rows = {"test": datasets.Dataset.from_list([{"q": "scale", "a": " round"}])}
+
+    def load_dataset(path, **_):
+        asked.append((path, datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE))
+        return rows
+
+    task = {"task": "near", "dataset_path": "org/near", "output_type": "generate_until"}
+    task |= {"test_split": "test", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}"}
+    (tmp_path / "near.yaml").write_text(json.dumps(task))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(harness, "why_unreachable", lambda: "it cannot be reached")
+    found = loaded_tasks(TaskOptions(names=(str(tmp_path / "near.yaml"),)))
+    assert list(found.tasks) == ["near"] and asked == [("org/near", True, True)]
+    monkeypatch.setattr(harness, "why_unreachable", lambda: None)
+    loaded_tasks(TaskOptions(names=(str(tmp_path / "near.yaml"),)))
+    assert asked[1] == ("org/near", datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE)
