@@ -7,6 +7,7 @@ typedef __m256 floats;
 typedef __m256i ints;
 typedef int64_t some;                  /* number of the lanes that are meant, the first ones */
 enum { LANES = 8, ALL = 8, MOST = 6 }; /* MOST: tokens of a tile, at most */
+enum { SUMS = 2 * MOST };              /* registers of sums, at most */
 enum { HAS_BFLOAT = 0 };
 
 /* Tokens of the next tile, of those that are left; the place of such a tile in a row of
@@ -219,6 +220,9 @@ INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x
     return _mm256_castps_si256(times_plus(_mm256_castsi256_ps(part), _mm256_castsi256_ps(x),
                                           _mm256_castsi256_ps(acc)));
 }
+
+/* What takes out a shift of the weights: they have none. */
+INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {

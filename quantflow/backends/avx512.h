@@ -4,6 +4,7 @@ typedef __m512 floats;
 typedef __m512i ints;
 typedef __mmask16 some;                       /* mask of the lanes that are meant */
 enum { LANES = 16, ALL = 0xffff, MOST = 12 }; /* MOST: tokens of a tile, at most */
+enum { SUMS = 2 * MOST };                     /* registers of sums, at most */
 
 #ifdef __AVX512BF16__
 enum { HAS_BFLOAT = 1 };
@@ -244,6 +245,9 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
     if (kind == W8) return line;
     return _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
 }
+
+/* What takes out a shift of the weights: they have none. */
+INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {

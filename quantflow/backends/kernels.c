@@ -1,5 +1,5 @@
-/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h) or AVX2 (avx2.h), and
-   with AMX (tiles.h):
+/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h), AVX2 (avx2.h) or ARM's
+   dot products (neon.h), and with AMX (tiles.h):
 
    y[t, o] = sum_i x[t, i] w[o, i] + bias[o]
 
@@ -14,7 +14,9 @@
    hold them exactly; on CPUs with AMX in the order of its tiles, which few tokens keep without
    them. The sum of a group is scaled once. Every output is summed by one thread in
    an order of its own, so bits depend neither on the threads nor on the other tokens of a call. */
+#ifdef __x86_64__
 #include <immintrin.h>
+#endif
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -26,6 +28,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#ifdef __aarch64__
+#define IN_REGISTER(X) __asm__("" : "+w"(X))
+#else
+#define IN_REGISTER(X) __asm__("" : "+v"(X))
+#endif
 /* The magnitude below which an input of PAIRED products is a zero: a product with a weight, of which
    none is closer to 0 than 2^-9, and a sum of such products have no subnormals. */
 #define SMALLEST 0x1p-100f
@@ -97,6 +104,8 @@ struct tokens {
 
 #ifdef __AVX512VNNI__
 #include "avx512.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "neon.h"
 #else
 #include "avx2.h"
 #endif
@@ -179,10 +188,10 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
         UNROLL for (int t = 0; t < T; t++) {
             /* integer sums begin at what takes out the offset of the inputs (W8), or the zero
              * points of the weight: -zero * sum(inputs) (W4); float sums begin at 0 */
-            const ints other =
-                splat_int(math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
-            sum[r][t] = math == INTEGER && kind == W8 ? load_ints(w->offset + row)
-                                                      : times_int(zero[r], other);
+            const int32_t inputs = math == INTEGER ? in->sum[(token + t) * w->groups + g] : 0;
+            sum[r][t] = math == INTEGER && kind == W8
+                ? plus(load_ints(w->offset + row), splat_int(shift_of(inputs, w->group)))
+                : times_int(zero[r], splat_int(-inputs));
         }
         zero[r] = zeros_of(math, zero[r]);
     }
@@ -199,8 +208,8 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
                 if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
                 /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several:
                  * fetch the next 32 rows, into the second-level cache. */
-                if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0);
-                else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);
+                if (T == 1) __builtin_prefetch(at + 4096, 0, 3);
+                else __builtin_prefetch(at + pair, 0, 2);
             }
             UNROLL for (int v = 0; v < parts; v++) {
                 ints part[4];
@@ -223,7 +232,7 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
     }
     UNROLL for (int r = 0; r < R; r++) {
         /* keeps the sums in registers: gcc puts some of them in memory otherwise */
-        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t]));
+        UNROLL for (int t = 0; t < T; t++) IN_REGISTER(sum[r][t]);
         const int64_t row = at + r * LANES / 16 * w->groups * 16 + r * LANES % 16;
         const floats scale = load(w->scale, row, !w->wide, ALL);
         UNROLL for (int t = 0; t < T; t++) {
@@ -268,7 +277,7 @@ static void (*const adders[4][4][4])(GROUP_OF_TILE) = {
 static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token,
                  const void *bias, void *y, int T) {
     const int R = blocks_of(T) * 16 / LANES;
-    floats total[2 * MOST] = {0};
+    floats total[SUMS] = {0};
     for (int i = 0; i < R * T; i++) /* fetch the outputs' cache lines, before they are written */
         __builtin_prefetch((char *)y + ((token + i % T) * w->rows + block * 16 + i / T * LANES)
                                            * (in->bf16 ? 2 : 4), 1);

@@ -8,6 +8,7 @@ exactly, as those of most layouts are, are kept so.
 
 import ctypes
 import functools
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
-CPU_FLAGS = ("avx2", "fma")  # kernels.c needs them; it uses AVX512-VNNI too where there is that
+# what kernels.c needs; it uses AVX512-VNNI and AMX too where there are those
+CPU_FLAGS = ("asimddp",) if platform.machine() == "aarch64" else ("avx2", "fma")
 
 _W4, _W8, _F8, _F4 = 0, 1, 2, 3
 _ASIS, _INT8, _E4M3 = 0, 1, 2

@@ -46,7 +46,9 @@ _CHECKED = (
     "-fno-sanitize-recover=undefined",
 )
 _COMPILERS = ("gcc", "cc")
-_CPU_FIELDS = ("model name", "flags", "microcode")
+# /proc/cpuinfo's, of x86 and of ARM
+_FLAG_FIELDS = ("flags", "Features")
+_CPU_FIELDS = ("model name", "microcode", "CPU implementer", "CPU part", *_FLAG_FIELDS)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o644  # whatever the umask: others write to neither
 _FOLDER = "set QUANTFLOW_CACHE to a folder of your own that can be written"
@@ -77,7 +79,7 @@ def why_not(source: Path, *, cpu_flags: tuple[str, ...]) -> str | None:
         cpu_flags: CPU flags by the kernel's names, such as `avx2`.
     """
     for name in cpu_flags:
-        if name not in _cpu().get("flags", "").split():
+        if not any(name in _cpu().get(field, "").split() for field in _FLAG_FIELDS):
             return f"this CPU has no {name}"
     outcome = _attempt(source)
     return str(outcome) if isinstance(outcome, UnsupportedError) else None

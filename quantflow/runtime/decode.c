@@ -24,6 +24,8 @@
  */
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
 #endif
 #include <math.h>
 #include <omp.h>
@@ -44,11 +46,20 @@ enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
 #ifdef __AVX512F__
 enum { LANES = 16 }; /* floats of a register */
 #define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-#else
+#elif defined __AVX__
 enum { LANES = 8 };
 #define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#else
+enum { LANES = 4 };
+#define NUMBERS 0, 1, 2, 3
+#endif
+#if defined __AVX512F__ || defined __aarch64__
+enum { REGISTERS = 32 };
+#else
+enum { REGISTERS = 16 };
 #endif
 enum { TILE = 8 };   /* queries that attention computes at once, at most */
+enum { QUERIES = (int)TILE > (int)LANES ? (int)TILE : (int)LANES }; /* the same in whole registers */
 enum { BLOCK = 64 }; /* columns of one step of the online softmax */
 /* Numbers and products below which a second thread costs more than it saves. */
 enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 };
@@ -238,6 +249,18 @@ static inline vu widen_bytes(vb x) {
 static inline vi widen_signed(vc x) {
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)&x));
 }
+#elif defined __aarch64__
+static inline vu widen(vh x) { return (vu)vmovl_u16((uint16x4_t)x); }
+static inline vu widen_bytes(vb x) {
+    uint32_t four;
+    memcpy(&four, &x, sizeof four);
+    return (vu)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+static inline vi widen_signed(vc x) {
+    uint32_t four;
+    memcpy(&four, &x, sizeof four);
+    return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four))));
+}
 #else
 static inline vu widen(vh x) { return __builtin_convertvector(x, vu); }
 static inline vu widen_bytes(vb x) { return __builtin_convertvector(x, vu); }
@@ -251,6 +274,8 @@ static inline vf multiply_add(vf sum, vf x, vf w) {
     return (vf)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined __FMA__
     return (vf)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined __aarch64__
+    return (vf)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
 #else
     return sum + x * w;
 #endif
@@ -443,7 +468,7 @@ static inline v4 sums_of_lanes(vf a, vf b, vf c, vf d) {
     all = __builtin_shuffle(all, firsts);
     return *(const v4 *)&all;
 }
-#else
+#elif defined __AVX__
 static inline float sum_of_lanes(vf x) {
     v4 four = *(const v4 *)&x + *((const v4 *)&x + 1);
     return (four[0] + four[2]) + (four[1] + four[3]);
@@ -458,6 +483,16 @@ static inline v4 sums_of_lanes(vf a, vf b, vf c, vf d) {
     vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 2);
     all = __builtin_shuffle(all, firsts) + __builtin_shuffle(all, firsts + 1);
     return *(const v4 *)&all;
+}
+#else
+static inline float sum_of_lanes(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+static inline v4 sums_of_lanes(vf a, vf b, vf c, vf d) {
+    const vi low = {0, 1, 4, 5}, even = {0, 2, 4, 6};
+    vf ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 2);
+    vf cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 2);
+    /* two lanes each */
+    return __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 1);
 }
 #endif
 
@@ -569,7 +604,7 @@ static void product_of_panel(const void *context, int64_t unit) {
     float sums[PANEL][LANES];
     int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
     for (int64_t at = 0, some; at < width; at += some) {
-        some = LANES == 8 && many >= 4 ? 2 : 4;
+        some = REGISTERS == 16 && many >= 4 ? 2 : 4;
         some = width - at < some ? 1 : some;
         for (int64_t row = 0, size; row < many; row += size) {
             const char *from = x + (panel + row) * apart * bytes;
@@ -580,7 +615,7 @@ static void product_of_panel(const void *context, int64_t unit) {
 #define TILES_OF(X, KIND) \
     TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
     TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
-    if (LANES == 8) { \
+    if (REGISTERS == 16) { \
         TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, \
             2) \
     }
@@ -601,8 +636,8 @@ static void product_of_panel(const void *context, int64_t unit) {
  * (`kind`), x in float32, or in bfloat16 (`x_kind`) where the weight is too.
  *
  * A panel of rows stays in the CPU's second-level cache while all weights pass by; LANES outputs of
- * the panel are written at once. A CPU with 8 lanes has half of the registers, so a tile of several
- * rows has half of the outputs. */
+ * the panel are written at once. Where there are 16 registers, a tile of several rows has half of the
+ * outputs. */
 void product(const void *x, const void *weight, const float *bias, float *out, int64_t rows,
              int64_t in, int64_t outs, int64_t x_kind, int64_t kind) {
     CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 &&
@@ -1105,16 +1140,16 @@ void rope_store(const Step *s, const Layer *l, float *qkv) {
 
 /* A step of the online softmax of T queries. `scores` [T, BLOCK] of the columns from `begin` on
  * become exp(score - largest), and 0 outside of the columns [first, end) that a query sees.
- * largest, total [LANES], [T]: the largest score and the sum of exponentials so far, updated.
- * shrink [LANES]: exp(old largest - new largest), by which every earlier sum has to be
+ * largest, total [QUERIES], [T]: the largest score and the sum of exponentials so far, updated.
+ * shrink [QUERIES]: exp(old largest - new largest), by which every earlier sum has to be
  * multiplied. */
 INLINE void online_softmax_step(float *scores, const int64_t *first, const int64_t *end,
                                 int64_t begin, float *largest, float *total, float *shrink,
                                 const int T) {
     enum { GROUPS = BLOCK / LANES };
-    const vf none = splat(-INFINITY), old = *(vf *)largest;
+    const vf none = splat(-INFINITY);
     const vi lanes = {NUMBERS};
-    float tops[LANES] __attribute__((aligned(64)));
+    float tops[QUERIES] __attribute__((aligned(64)));
     vf sums[TILE];
     for (int g = 0; g < T; g++) {
         vf *own = (vf *)(scores + g * BLOCK), most = none;
@@ -1126,11 +1161,14 @@ INLINE void online_softmax_step(float *scores, const int64_t *first, const int64
         for (int j = 0; j < GROUPS; j++) most = larger(own[j], most);
         tops[g] = max_of_lanes(most);
     }
-    for (int g = T; g < LANES; g++) tops[g] = -INFINITY;
-    vf top = larger(*(vf *)tops, old);
-    /* a query that has seen no column, or -inf alone, is shifted by 0: -inf - -inf would be NaN */
-    vf unit = blend(top == none, (vf){0}, top);
-    *(vf *)largest = top, *(vf *)tops = unit, *(vf *)shrink = exponentials(old - unit);
+    for (int g = T; g < QUERIES; g++) tops[g] = -INFINITY;
+    for (int g = 0; g < QUERIES; g += LANES) {
+        const vf old = *(vf *)(largest + g), top = larger(*(vf *)(tops + g), old);
+        /* a query that has seen no column, or -inf alone, is shifted by 0: -inf - -inf would be NaN */
+        const vf unit = blend(top == none, (vf){0}, top);
+        *(vf *)(largest + g) = top, *(vf *)(tops + g) = unit;
+        *(vf *)(shrink + g) = exponentials(old - unit);
+    }
     for (int g = 0; g < T; g++) {
         vf *own = (vf *)(scores + g * BLOCK);
         sums[g] = (vf){0};
@@ -1186,13 +1224,15 @@ enum { HAS_PAIRS = 0 };
 /* Keep a sum in a register: gcc keeps some of them in memory otherwise. */
 #ifdef __AVX2__
 #define IN_REGISTER(X) __asm__("" : "+v"(X))
+#elif defined __aarch64__
+#define IN_REGISTER(X) __asm__("" : "+w"(X))
 #else
 #define IN_REGISTER(X) ((void)0)
 #endif
 
 /* The place of the first feature of LANES columns among the keys, from their place in the cache. */
 static inline int64_t keys_of(const Step *s, int64_t at, int64_t kind) {
-    int64_t lane = LANES == 8 ? at % SIDE : 0;
+    int64_t lane = (int)LANES < (int)SIDE ? at % SIDE : 0;
     return (at - lane) * s->head_dim + lane * (kind == BFLOAT16 ? 2 : 1);
 }
 
@@ -1290,7 +1330,7 @@ INLINE void accumulate_latent(const Step *s, const Layer *l, const int64_t *at, 
                               int64_t to, const float *scores, const float *shrink, float *sums,
                               int64_t i, const int kind, const int T) {
     enum { GROUPS = BLOCK / LANES };
-    const int MOST = LANES == 8 ? 2 : 4; /* queries whose sums fit in registers */
+    const int MOST = REGISTERS == 16 ? 2 : 4; /* queries whose sums fit in registers */
     const vi lanes = {NUMBERS};
     for (int first = 0; first < T; first += MOST) {
         vf sum[4][4];
@@ -1348,7 +1388,7 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
                         int64_t h, const int64_t *first, const int64_t *end, const float *sink,
                         const float *slope, const int kind, const int narrow, const int T) {
     enum { GROUPS = BLOCK / LANES };
-    const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
+    const int W = (T > 4 ? 2 : 4) / (REGISTERS == 16 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
     int64_t dynamic = kind == INT8 && l->key_scales;              /* scales of each column */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale;
@@ -1358,11 +1398,12 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     float step = value_steps ? value_steps[h] : 1;
     float scores[TILE * BLOCK] __attribute__((aligned(64)));
     float probabilities[TILE * BLOCK / 2] __attribute__((aligned(64)));
-    float largest[LANES] __attribute__((aligned(64))), shrink[LANES] __attribute__((aligned(64)));
+    float largest[QUERIES] __attribute__((aligned(64)));
+    float shrink[QUERIES] __attribute__((aligned(64)));
     float total[TILE];
     float queries[MAX_HEAD_DIM * TILE]; /* [head_dim, T], or pairs [head_dim / 2, T] */
     float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
-    for (int g = 0; g < LANES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
+    for (int g = 0; g < QUERIES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
     for (int g = 0; g < T; g++) total[g] = l->sinks ? 1 : 0; /* exp(sink - sink) */
     for (int g = 0; g < T; g++) {
         float *own = sums + g * dim;

@@ -1,6 +1,7 @@
 """The C code as it is compiled for other CPUs, whatever CPU runs this.
 
-One has AVX2 and no AVX-512; one has tiles (AMX), which C emulates.
+One has AVX2 and no AVX-512; one has registers of 4 lanes, as ARM's have; one has tiles (AMX), which
+C emulates.
 """
 
 import os
@@ -49,6 +50,14 @@ def run_as(tmp_path, option, tests, *, chosen):
 def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_path):
     built = run_as(tmp_path, "-march=x86-64-v3", TESTS, chosen=OTHER_SUMS)
     assert {"kernels", "decode"} <= built
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_the_tests_of_the_decoder_pass_in_registers_of_four_lanes(tmp_path):
+    tests = [*TESTS[2:5], "tests/unit/runtime/test_delta_net.py"]
+    built = run_as(tmp_path, "-march=x86-64", tests, chosen=OTHER_SUMS)
+    assert "decode" in built and "kernels" not in built
 
 
 @pytest.mark.slow
