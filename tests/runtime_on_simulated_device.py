@@ -133,6 +133,15 @@ def test_a_decoder_on_a_device_has_the_logits_of_the_cpu_and_only_ids_and_logits
     with simulated:
         there = open_there(artifacts[name])
         assert set(there.backends.values()) == {"reference"}
+        assert there.model is not None
+        for layer in there.model.model.layers:
+            # inputs that are rounded at all are rounded once for all that receive them
+            attention, mlp = layer.self_attn, layer.mlp
+            rounds = name != "zero points"
+            assert (attention.q_proj.shared is not None) == rounds
+            assert attention.q_proj.shared is attention.k_proj.shared is attention.v_proj.shared
+            assert mlp.gate_proj.shared is mlp.up_proj.shared
+            assert not rounds or mlp.gate_proj.shared is not attention.q_proj.shared
         put_before, fetched_before = simulated.put_bytes, simulated.fetched_bytes
         found = logits(there.decoder, prompt())
         ids = prompt().nbytes + STEPS * 2 * 8
