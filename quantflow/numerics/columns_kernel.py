@@ -8,7 +8,7 @@ aims t_k of the block's columns for them in registers. It goes through the colum
 so the errors of a column reach the aims at once, and nothing is read back. Errors go out, and the
 block's errors reach the columns after the block in one product, which is torch's. A sum has one
 order whatever the rows and the card: that of the columns. Products are rounded before they are
-added (no fused multiply-add), so a card computes the bits of Triton's interpreter.
+added (no fused multiply-add), as Triton's interpreter does it.
 
 The module imports the package triton, so it is imported where a weight is on a GPU.
 """
