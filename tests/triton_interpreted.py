@@ -100,6 +100,7 @@ def rows_of(columns, rows, groups, bits, zeros, *, exact):
         order=torch.randperm(columns, generator=generator),
         lower=torch.where(below, lower, float("nan")),  # nothing else may be read
         diagonal=torch.ones(columns).double(),
+        pivots=torch.ones(columns),
         damping=0.01,
         share=0.01,
         decisions={},
