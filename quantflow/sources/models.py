@@ -11,6 +11,7 @@ What exists on disk goes before what the hub has.
 """
 
 import re
+import shlex
 from pathlib import Path
 
 from quantflow.errors import InputError
@@ -47,7 +48,8 @@ def model_folder(model: str | Path, *, revision: str | None = None, progress: Pr
     repository, _, file = name.rpartition("/")
     if name.endswith(SUFFIX) and REPOSITORY.fullmatch(repository):
         return _of_file(hub.file_of(repository, file, revision, progress), progress)
-    raise InputError(f"{name}: no such folder or file", KINDS)
+    fetch = f"`hf download org/name --local-dir {shlex.quote(name)}` fetches one into this place"
+    raise InputError(f"{name}: no such folder or file", f"{KINDS}; {fetch}")
 
 
 def names_model(text: str) -> bool:

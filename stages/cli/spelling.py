@@ -441,7 +441,9 @@ class _Reader:
             has_source = "--baseline" in self.own and "--baseline" not in self.names
             return [made, *(("--baseline", model) if model and has_source else ())]
         if WEIGHTS in self.roles:
-            return [os.path.join(self.roles[WEIGHTS], model) if model else self.roles[WEIGHTS]]
+            # a folder, also where there is none: `a/b` alone would be a name on the hub
+            folder = os.path.join(self.roles[WEIGHTS], *(() if model is None else (model,)))
+            return [folder if os.path.isabs(folder) else os.path.join(os.curdir, folder)]
         return [] if model is None else [model]
 
     def _own(self, name: str, word: str, rest: list[str]) -> None:

@@ -96,9 +96,9 @@ def refusal(verb, *words):
         # where an option names the model, other words are prompts
         (
             "--weights ckpt --model bloom-3b --max_length 9 Hi",
-            "ckpt/bloom-3b --max-length 9 --prompt Hi",
+            "./ckpt/bloom-3b --max-length 9 --prompt Hi",
         ),
-        ("--weights ckpt Hi", "ckpt --prompt Hi"),
+        ("--weights ckpt Hi", "./ckpt --prompt Hi"),
         ("-m M Hi -- -x", "M --prompt Hi -- --prompt -x"),
         ("-m M --quantized-model-path out/best_model.pt --prompt a", "out --prompt a"),
         ("--num_gpus 2 --use_deepspeed -m M", "M --ranks 2"),

@@ -114,6 +114,13 @@ def test_what_is_no_model_is_refused_with_a_remedy(hub, name, revision, said):
         model_folder(name, revision=revision, progress=SILENT)
 
 
+def test_a_folder_that_is_not_there_is_refused_with_the_command_that_fetches_one(tmp_path):
+    with pytest.raises(InputError, match="/bloom 3b: no such folder or file") as caught:
+        model_folder(str(tmp_path / "bloom 3b"), progress=SILENT)
+    command = f"hf download org/name --local-dir '{tmp_path}/bloom 3b'"
+    assert caught.value.remedy.endswith(f"; `{command}` fetches one into this place")
+
+
 def test_a_hub_that_is_away_and_a_cache_that_is_empty(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
