@@ -476,9 +476,9 @@ MIXTURES: dict[str, str] = {
     "IQ2_XS": "IQ2_XS",
     "IQ2_M": "IQ2_S",
     "IQ3_XXS": "IQ3_XXS",
-    "IQ3_XS": "IQ3_S",
     "IQ3_S": "IQ3_S",
     "IQ3_M": "IQ3_S",
+    "IQ3_XS": "IQ3_S",
     "IQ4_NL": "IQ4_NL",
     "IQ4_XS": "IQ4_XS",
 }
