@@ -31,11 +31,20 @@ def test_a_quota_bounds_the_cores(monkeypatch, quota, cores):
     assert cpu_threads.usable_cores() == cores
 
 
-def test_a_part_of_a_core_counts_as_one(monkeypatch):
-    # ollama/ollama#17916: a container with a quota on a host of many cores
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(control_group, "cpu_quota", lambda: 1.5)
-    assert cpu_threads.usable_cores() == 2
+@pytest.mark.parametrize(
+    ("visible", "quota", "cores"),
+    [(8, 1.5, 2), (8, 4.0, 4), (12, 4.0, 4), (96, 7.65, 8), (4, None, 4)],
+)
+def test_a_container_has_the_cores_of_its_quota_and_a_part_of_one_counts(
+    monkeypatch, visible, quota, cores
+):
+    """Quotas on hosts of more cores, and a set of cores without a quota.
+
+    Reported in ollama/ollama#17916, springfall2008/batpred#4771 and tobocop2/lilbee#660.
+    """
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(visible)), raising=False)
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
+    assert cpu_threads.usable_cores() == cores
 
 
 def test_torch_is_told_of_a_quota_alone(monkeypatch):
