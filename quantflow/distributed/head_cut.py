@@ -14,10 +14,26 @@ numbers of heads.
 from collections.abc import Sequence
 from typing import Any
 
-from quantflow.distributed.placement import units_of
 from quantflow.models.architecture import Blueprint
 
 Spans = Sequence[tuple[int, int]]  # the first head or row of each card, and how many it holds
+
+
+def units_of(
+    count: int, *, cards: int, card: int, copies: bool = False, uneven: bool = False
+) -> tuple[int, int] | None:
+    """The card's part of `count` units, (first, number of units), or None where they do not divide.
+
+    Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to
+    several neighbouring ones, as runtimes do with kv heads. With `uneven`, some cards may have one
+    more than others.
+    """
+    if count % cards == 0 or (uneven and count >= cards):
+        first = card * count // cards
+        return first, (card + 1) * count // cards - first
+    if copies and cards % count == 0:
+        return card * count // cards, 1
+    return None
 
 
 def query_heads(blueprint: Blueprint, cards: int) -> Spans:

@@ -56,6 +56,7 @@ Shoeybi et al. 2019, "Megatron-LM", section 3.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from quantflow.distributed.head_cut import units_of
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.observers.keys import HEADS
 
@@ -288,23 +289,6 @@ def is_elsewhere(placement: Placement) -> bool:
 def holder_of(number: int, *, experts: int, cards: int) -> int:
     """The card that holds an expert: neighbouring experts lie on one card."""
     return number * cards // experts
-
-
-def units_of(
-    count: int, *, cards: int, card: int, copies: bool = False, uneven: bool = False
-) -> tuple[int, int] | None:
-    """The card's part of `count` units, (first, number of units), or None where they do not divide.
-
-    Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to
-    several neighbouring ones, as runtimes do with kv heads. With `uneven`, some cards may have one
-    more than others.
-    """
-    if count % cards == 0 or (uneven and count >= cards):
-        first = card * count // cards
-        return first, (card + 1) * count // cards - first
-    if copies and cards % count == 0:
-        return card * count // cards, 1
-    return None
 
 
 def units_of_parts(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.scheme import LinearScheme
-from quantflow.distributed.placement import units_of
+from quantflow.distributed.head_cut import units_of
 from quantflow.models.graph import Graph
 from quantflow.planning.sizes import ModelSize
 

@@ -329,7 +329,7 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
     tasks: dict[str, Task] = {}
     groups: dict[str, Group] = {}
     unreachable = None
-    configs = {name: _config(path) for name, path in files.items()}
+    configs = {name: _readable(name, path) for name, path in files.items()}
     if any("custom_dataset" not in configs.get(name, {}) for name in names):
         unreachable = why_unreachable()
     for name in names:
@@ -356,10 +356,7 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
                     "connect to the hub once, or ask what needs none: "
                     f"{', '.join(sorted(shipped))}, or a YAML file with data beside it",
                 ) from error
-            raise InputError(
-                f"task {name}: {type(error).__name__}: {first_line(error)}",
-                "check the file, or that the hub can be reached",
-            ) from error
+            raise _unusable(name, error) from error
         if twice := tasks.keys() & loaded["tasks"].keys():
             raise UsageError(f"task {min(twice)}: it is named twice", "name it once")
         tasks |= loaded["tasks"]
@@ -426,6 +423,28 @@ def _seeded() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(arrays)
         torch.set_rng_state(tensors)
+
+
+def _unusable(name: str, error: Exception) -> InputError:
+    """What is said of a task that cannot be loaded."""
+    return InputError(
+        f"task {name}: {type(error).__name__}: {first_line(error)}",
+        "check the file, or that the hub can be reached",
+    )
+
+
+def _readable(name: str, path: Path) -> dict[str, Any]:
+    """The task of a file.
+
+    Raises:
+        InputError: as `_config` says, or it is no YAML.
+    """
+    try:
+        return _config(path)
+    except QuantflowError:
+        raise
+    except Exception as error:  # what a reader of YAML raises
+        raise _unusable(name, error) from error
 
 
 def _config(path: Path) -> dict[str, Any]:

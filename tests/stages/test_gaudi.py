@@ -23,6 +23,7 @@ from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.quant_config import read_quant_config
 from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
 from quantflow.measuring.record import read_measurement
+from quantflow.models import capture
 from quantflow.runtime.artifact import open_artifact
 from tests.shared import run
 
@@ -434,8 +435,10 @@ def test_a_mixture_has_the_operators_of_both_runtimes_and_comes_back(
 
 
 def test_linears_of_attention_without_a_measured_cache_are_exported_and_it_is_said(
-    tmp_path, llama, text_files, capsys
+    tmp_path, llama, text_files, capsys, monkeypatch
 ):
+    """Queries alone were measured: a cache that is passed by its place was not seen once."""
+    monkeypatch.setattr(capture, "_with_cache", lambda module, args, cache: args)
     model = tmp_path / "gpt2"
     vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}

@@ -513,16 +513,16 @@ def test_one_thread_at_a_time_goes_through_columns(monkeypatch):
     here, most, lock = [], [], threading.Lock()
     plain = affine.round_
 
-    def watched(scaled, *about):
+    def watched(scaled, *about, **more):
         if scaled.dim() > 1:  # what the result is compared with
-            return plain(scaled, *about)
+            return plain(scaled, *about, **more)
         with lock:
             here.append(threading.get_ident())
             most.append(len(here))
         time.sleep(0.001)  # for another thread to come
         with lock:
             here.remove(threading.get_ident())
-        return plain(scaled, *about)
+        return plain(scaled, *about, **more)
 
     monkeypatch.setattr(feedback.affine, "round_", watched)
     columns = feedback.BLOCK + 32

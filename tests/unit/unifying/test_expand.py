@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow.distributed.placement import share, units_of
+from quantflow.distributed.head_cut import units_of
+from quantflow.distributed.placement import share
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.measuring.merging.ranks import unify
 from quantflow.measuring.record import read_measurement, write_measurement
