@@ -55,9 +55,9 @@ class Card:
     bfloat16: float
 
 
-# Sources: NVIDIA, data sheets "A100 Tensor Core GPU" (80 GB SXM), "L40S", "H100 Tensor Core GPU"
-# (SXM), "H200 Tensor Core GPU" (SXM) and "HGX B200"; AMD, data sheet "Instinct MI300X". Figures
-# with sparsity are halved.
+# As secondary pages quote the makers' data sheets; the sheets themselves were not opened. NVIDIA:
+# "A100 Tensor Core GPU" (80 GB SXM), "L40S", "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU"
+# (SXM) and "HGX B200"; AMD: "Instinct MI300X". Figures with sparsity are halved.
 CARDS: Mapping[str, Card] = MappingProxyType(
     {
         "A100": Card(memory=80e9, bandwidth=2.039e12, float32=19.5e12, bfloat16=312e12),
