@@ -75,6 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hooks, "proof_records")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: a run that is stopped at a limit has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}", flush=True)
+
+
 WRAPPED = ("kimi_k25", "mllama")  # language models beside what reads images
 SHAPE = {
     "vocab_size": VOCABULARY,
