@@ -1,8 +1,8 @@
 """A fault at the k-th open, write, fsync, rename and unlink of a small run of each stage.
 
 Each ends with the promised exit code and two lines that name a file, leaves nothing partial under a
-final name, and the same command then makes the same bytes. The default is every tenth k with the
-faults in turn; `sweep` is every k with every fault, and `slow` that of one stage.
+final name, and the same command then makes the same bytes. `slow` is every tenth k with the
+faults in turn, and every k with every fault of one stage; `sweep` is that of every stage.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ STAGES = (
     "export-replace",
     "validate",
 )
-# the others are slow
+# the others are of the sweep
 QUICK = ("measure", "quantize", "file-to-file", "unify", "export", "export-gguf")
 STEP = 10
 
@@ -82,7 +82,7 @@ def test_nothing_is_written_past_the_calls_that_fail_here(commands, stage):
 
 @pytest.mark.parametrize(
     "stage",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.sweep) for name in STAGES],
 )
 def test_a_fault_at_every_tenth_call_ends_as_promised_and_continues(commands, stage):
     ended = sweep(commands(stage), every=STEP)

@@ -4,8 +4,8 @@ They are descriptors, memory, the size of a file, permissions, quotas, disks tha
 slow, clocks.
 
 Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and
-without the limit the same command makes the same bytes. The default is a few limits of one stage;
-`slow` is a sweep of every stage.
+without the limit the same command makes the same bytes. `slow` is a few limits of one stage;
+`sweep` is every stage with more limits.
 """
 
 import os
@@ -50,7 +50,7 @@ SAID = {
     "FSIZE": ("File too large",),
     "AS": ("memory", "Resource temporarily"),
 }
-slow = pytest.mark.slow
+further = pytest.mark.sweep
 
 
 def kept(command, folder, outcome, code: int) -> bool:
@@ -93,7 +93,7 @@ def test_a_limit_ends_a_stage_with_a_sentence_and_without_it_the_same_command_co
     assert sweep(commands("quantize"), limit, SWEEPS[limit][0])["refused"] > 0
 
 
-@slow
+@further
 @pytest.mark.parametrize("limit", SWEEPS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_limit_ends_every_stage_with_a_sentence_and_without_it_the_same_command_continues(
@@ -133,7 +133,7 @@ def test_a_tensor_that_there_is_no_memory_for_ends_a_stage_with_a_sentence_and_i
     starve(commands(stage), 4)
 
 
-@slow
+@further
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_tensor_that_there_is_no_memory_for_ends_every_stage_with_a_sentence_and_it_continues(
     commands, stage
@@ -160,12 +160,12 @@ def test_a_disk_that_turns_read_only_ends_a_stage_with_its_name(commands, number
     turn(commands("file-to-file"), number, 3)
 
 
-@pytest.mark.parametrize("stage", ["file-to-file", pytest.param("run", marks=slow)])
+@pytest.mark.parametrize("stage", ["file-to-file", pytest.param("run", marks=further)])
 def test_a_quota_that_is_used_up_ends_a_stage_with_5_and_its_name(commands, stage):
     turn(commands(stage), "EDQUOT", 3, code=5)
 
 
-@slow
+@further
 @pytest.mark.parametrize("number", ["EROFS", "EACCES"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_disk_that_turns_read_only_at_any_moment_ends_every_stage_with_its_name(
@@ -175,7 +175,7 @@ def test_a_disk_that_turns_read_only_at_any_moment_ends_every_stage_with_its_nam
 
 
 @pytest.mark.parametrize(
-    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+    "stage", ["file-to-file", *(pytest.param(stage, marks=further) for stage in STAGES)]
 )
 def test_a_folder_without_permission_to_write_ends_every_stage_before_its_work(commands, stage):
     command = commands(stage)
@@ -225,7 +225,7 @@ def read_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+    "stage", ["file-to-file", *(pytest.param(stage, marks=further) for stage in STAGES)]
 )
 def test_an_output_on_a_read_only_file_system_is_refused_before_any_work(
     commands, read_only, stage
@@ -240,7 +240,7 @@ def test_an_output_on_a_read_only_file_system_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize(
-    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+    "stage", ["file-to-file", *(pytest.param(stage, marks=further) for stage in STAGES)]
 )
 @pytest.mark.parametrize("year", [0.0, 4102444800.0])  # 1970 and 2100
 def test_a_clock_that_jumps_and_files_of_other_centuries_change_no_byte(

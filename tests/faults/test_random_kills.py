@@ -46,7 +46,7 @@ def test_eight_kills_at_random_moments_continue_to_the_same_bytes(commands):
     kills(commands("run"), wanted=8, seed=7)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_hundred_kills_at_random_moments_continue_to_the_same_bytes(commands):
     kills(commands("run"), wanted=200, seed=11)
 
@@ -84,6 +84,6 @@ def test_a_disk_that_is_full_after_four_sizes_is_told_and_the_run_continues(comm
     fills(commands("run"), 4)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_disk_that_is_full_after_fifty_sizes_is_told_and_the_run_continues(commands):
     fills(commands("run"), 50)

@@ -32,7 +32,7 @@ def interrupt(command, case: tuple[str, int, str]) -> bool:
         return "finishing" in outcome.stderr
 
 
-@pytest.mark.parametrize("moments", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [FEW, pytest.param(MANY, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_signal_ends_a_stage_with_its_code_and_the_same_command_continues(
     commands, stage, moments
