@@ -77,7 +77,7 @@ class Digests:
         """
         with self._lock:
             if self.path is not None and self._known and self.path.parent.is_dir():
-                disk.write_atomic(
+                disk.write_shared(
                     self.path, canonical_json({"version": VERSION, "files": self._known})
                 )
 

@@ -66,7 +66,21 @@ def write_atomic(path: Path, data: bytes | bytearray | memoryview) -> None:
     Raises:
         OSError: the file system failed; the name is as it was.
     """
-    temporary = temporary_for(path)
+    _write_by(temporary_for(path), path, data)
+
+
+def write_shared(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Write a file like `write_atomic` that other processes may be writing; the last one stays.
+
+    A process that is killed leaves its temporary file, which has its id.
+
+    Raises:
+        OSError: the file system failed; the name is as it was, or as another process wrote it.
+    """
+    _write_by(temporary_for(path.with_name(f"{path.name}.{os.getpid()}")), path, data)
+
+
+def _write_by(temporary: Path, path: Path, data: bytes | bytearray | memoryview) -> None:
     try:
         write_file(temporary, data)
         replace(temporary, path)

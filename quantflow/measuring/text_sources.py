@@ -121,7 +121,7 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
     if not lines:
         raise InputError(f"{source}: has no row", "name another split: org/name@split")
     disk.make_folder(path.parent)
-    disk.write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    disk.write_shared(path, "".join(f"{line}\n" for line in lines).encode())
     return path
 
 

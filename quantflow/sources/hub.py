@@ -199,7 +199,7 @@ def _remember(folder: Path, revision: str | None) -> None:
     if folder.name != revision:
         path = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
         disk.make_folder(path.parent)
-        disk.write_atomic(path, folder.name.encode())
+        disk.write_shared(path, folder.name.encode())
 
 
 def _download(name: str, file: str, revision: str | None) -> str:

@@ -149,7 +149,7 @@ def score_tasks(
         assert answers is not None
         source = answers["document"]
         disk.make_folder(kept)
-        disk.write_atomic(
+        disk.write_shared(
             path, canonical_json({"key": key, "document": source, "digest": digest_of(source)})
         )
     _refuse_other_questions(artifact, source, document)

@@ -138,7 +138,7 @@ class Shared:
         """Keep the noise floor."""
         disk.make_folder(self.folder)
         record = {"key": self.key, "floor": floor, "digest": digest_of(floor)}
-        disk.write_atomic(self.folder / "floor.json", canonical_json(record))
+        disk.write_shared(self.folder / "floor.json", canonical_json(record))
 
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:

@@ -49,6 +49,22 @@ def test_a_fault_before_the_new_name_leaves_the_old_content_and_nothing_beside_i
     assert (tmp_path / "a").read_bytes() == b"old" and names(tmp_path) == ["a"]
 
 
+def test_a_shared_file_is_that_of_the_process_that_wrote_last(tmp_path, monkeypatch):
+    """A second process writes the whole file between the first one's write and its rename."""
+    written = disk.write_file
+
+    def interrupted(temporary, data):
+        written(temporary, data)
+        monkeypatch.setattr(disk, "write_file", written)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            disk.write_shared(tmp_path / "a", b"of the second")
+
+    monkeypatch.setattr(disk, "write_file", interrupted)
+    disk.write_shared(tmp_path / "a", b"of the first")
+    assert (tmp_path / "a").read_bytes() == b"of the first" and names(tmp_path) == ["a"]
+
+
 def test_a_fault_of_the_folder_is_reported_and_the_new_content_is_whole(tmp_path, monkeypatch):
     disk.write_atomic(tmp_path / "a", b"old")
     monkeypatch.setattr(os, "fsync", failing(errno.EIO, os.fsync, 1))  # the file's own is the first
