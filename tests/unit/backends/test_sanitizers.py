@@ -47,7 +47,13 @@ def sanitizer() -> str | None:
     return None if libraries[0] is None else " ".join(filter(None, libraries))
 
 
-def checked(arguments, tmp_path, **variables):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The folder of the checked builds: a build takes minutes."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def checked(arguments, cache, **variables):
     """Run Python in a process whose C code is checked."""
     library = sanitizer()
     if native.why_not(operations.SOURCE, cpu_flags=()) is not None or library is None:
@@ -58,7 +64,7 @@ def checked(arguments, tmp_path, **variables):
         "ASAN_OPTIONS": "detect_leaks=0",  # Python frees at its end what it wants to
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "QUANTFLOW_NATIVE": "checked",
-        "QUANTFLOW_CACHE": str(tmp_path / "cache"),
+        "QUANTFLOW_CACHE": str(cache),
         **variables,
     }
     return subprocess.run(
@@ -72,19 +78,19 @@ def checked(arguments, tmp_path, **variables):
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tmp_path):
+def test_the_tests_of_the_runtime_pass_under_the_sanitizers(cache, tmp_path):
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
-    result = checked(["-m", "pytest", *options, *TESTS], tmp_path)
+    result = checked(["-m", "pytest", *options, *TESTS], cache)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 
 @pytest.mark.slow
-def test_tiles_stay_within_their_memory(tmp_path):
+def test_tiles_stay_within_their_memory(cache, tmp_path):
     """AMX's instructions read memory that the sanitizer does not see; their emulation is C."""
     compiler = compiler_with(tmp_path, "-DQUANTFLOW_EMULATE_TILES")
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", "dtype0"]
     test = "tests/unit/backends/test_kernels.py::test_many_tokens_get_the_bits_that_each_gets_alone"
-    result = checked(["-m", "pytest", *options, test], tmp_path, CC=compiler)
+    result = checked(["-m", "pytest", *options, test], cache, CC=compiler)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 
@@ -111,6 +117,6 @@ OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8
     ],
     ids=["null", "empty", "overflow"],
 )
-def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, tmp_path):
-    result = checked(["-c", WRONG.format(call=call)], tmp_path)
+def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, cache):
+    result = checked(["-c", WRONG.format(call=call)], cache)
     assert result.returncode != 0 and re.search(told, result.stderr), result.stderr[-2000:]
