@@ -5,6 +5,7 @@ any one of them fail.
 """
 
 import errno
+import fcntl
 import grp
 import os
 import pwd
@@ -66,21 +67,7 @@ def write_atomic(path: Path, data: bytes | bytearray | memoryview) -> None:
     Raises:
         OSError: the file system failed; the name is as it was.
     """
-    _write_by(temporary_for(path), path, data)
-
-
-def write_shared(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Write a file like `write_atomic` that other processes may be writing; the last one stays.
-
-    A process that is killed leaves its temporary file, which has its id.
-
-    Raises:
-        OSError: the file system failed; the name is as it was, or as another process wrote it.
-    """
-    _write_by(temporary_for(path.with_name(f"{path.name}.{os.getpid()}")), path, data)
-
-
-def _write_by(temporary: Path, path: Path, data: bytes | bytearray | memoryview) -> None:
+    temporary = temporary_for(path)
     try:
         write_file(temporary, data)
         replace(temporary, path)
@@ -88,6 +75,45 @@ def _write_by(temporary: Path, path: Path, data: bytes | bytearray | memoryview)
         with suppress(OSError):  # most likely the fault that is being reported
             remove(temporary)
         raise
+
+
+def write_shared(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Write a file like `write_atomic` that other processes write too: one after the other.
+
+    Raises:
+        OSError: the file system failed; the name is as it was.
+    """
+    temporary = temporary_for(path)
+    descriptor = _create_alone(temporary)
+    try:
+        with naming(temporary):
+            os.ftruncate(descriptor, 0)  # a killed process left a part
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # most likely the fault that is being reported
+            remove(temporary)
+        raise
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def _create_alone(path: Path) -> int:
+    """Open a file like `create` once no process holds it, and hold it until it is closed."""
+    while True:
+        descriptor = open_own(path, os.O_RDWR)
+        try:
+            with naming(path):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # its holder may have given it another name, or removed it
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def temporary_for(path: Path) -> Path:
@@ -242,7 +268,7 @@ def open_own(path: Path, mode: int) -> int:
             raise _not_ours(path) from error
         raise
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid != os.geteuid():
         os.close(descriptor)
         raise _not_ours(path)
     return descriptor

@@ -4,6 +4,7 @@ import errno
 import grp
 import os
 import pwd
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,20 +50,34 @@ def test_a_fault_before_the_new_name_leaves_the_old_content_and_nothing_beside_i
     assert (tmp_path / "a").read_bytes() == b"old" and names(tmp_path) == ["a"]
 
 
-def test_a_shared_file_is_that_of_the_process_that_wrote_last(tmp_path, monkeypatch):
-    """A second process writes the whole file between the first one's write and its rename."""
-    written = disk.write_file
+def test_a_shared_file_is_written_by_one_process_after_the_other(tmp_path, monkeypatch):
+    """A second writer comes between the first one's write and its rename, and waits."""
+    renamed, done = disk.replace, []
 
-    def interrupted(temporary, data):
-        written(temporary, data)
-        monkeypatch.setattr(disk, "write_file", written)
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 1)
-            disk.write_shared(tmp_path / "a", b"of the second")
+    def write(content):
+        disk.write_shared(tmp_path / "a", content)
+        done.append(content)
 
-    monkeypatch.setattr(disk, "write_file", interrupted)
-    disk.write_shared(tmp_path / "a", b"of the first")
-    assert (tmp_path / "a").read_bytes() == b"of the first" and names(tmp_path) == ["a"]
+    second = threading.Thread(target=write, args=(b"2",))
+
+    def interrupted(temporary, path):
+        monkeypatch.setattr(disk, "replace", renamed)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive() and temporary.read_bytes() == b"first"
+        renamed(temporary, path)
+
+    monkeypatch.setattr(disk, "replace", interrupted)
+    write(b"first")
+    second.join(20)
+    assert sorted(done) == [b"2", b"first"]
+    assert (tmp_path / "a").read_bytes() == b"2" and names(tmp_path) == ["a"]
+
+
+def test_what_a_killed_writer_of_a_shared_file_left_is_taken_over(tmp_path):
+    (tmp_path / ".a.tmp").write_bytes(b"a part that is longer")
+    disk.write_shared(tmp_path / "a", b"1")
+    assert (tmp_path / "a").read_bytes() == b"1" and names(tmp_path) == ["a"]
 
 
 def test_a_fault_of_the_folder_is_reported_and_the_new_content_is_whole(tmp_path, monkeypatch):
