@@ -168,8 +168,6 @@ def main(arguments: Sequence[str]) -> int:
     # here: the process of a check needs nothing of quantflow's before the check does
     from _alone import alone
 
-    # so that the check that runs is ended too
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return alone(_all, given)
 
 

@@ -851,6 +851,31 @@ def test_a_second_benchmark_in_a_work_folder_names_the_first_and_ends(
     assert program.main(["--work", str(work)]) == 0 and len(begun) == 1
 
 
+TERMINATED = """
+import argparse, pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from _alone import alone
+from busy import neighbours
+
+def work(given):
+    with neighbours(2):
+        print("they count", flush=True)
+        time.sleep(60)
+
+alone(work, argparse.Namespace(work=pathlib.Path(sys.argv[2])))
+"""
+
+
+def test_a_benchmark_that_is_terminated_ends_what_it_started(tmp_path):
+    command = [sys.executable, "-c", TERMINATED, str(BENCHMARKS), str(tmp_path / "work")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "they count\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.terminate()
+        assert process.wait(20) == 143
+    assert len(children) == 2 and not any(Path("/proc", child).exists() for child in children)
+
+
 def test_what_a_fork_returns_raises_or_dies_of_is_told(part):
     forks = part("_forks")
     assert forks.in_fork(lambda: {"a": [1, None]}, seconds=20) == {"a": [1, None]}
