@@ -283,7 +283,7 @@ def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_neare
 
 
 @needs_weights
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_between(
     text: Path, tmp_path: Path
 ) -> None:

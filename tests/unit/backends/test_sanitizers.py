@@ -17,11 +17,11 @@ TESTS = [  # every entry of C, and every way in which Python calls it
     "tests/unit/backends/test_kernels.py",
     "tests/unit/runtime/test_operations.py",
     "tests/unit/runtime/test_kv_cache.py",
-    "tests/unit/runtime/test_lean.py",
     "tests/unit/runtime/test_delta_net.py",
     "tests/unit/runtime/test_packed.py",
     "tests/unit/runtime/test_hostile_artifacts.py",
 ]
+WHOLE_MODELS = ["tests/unit/runtime/test_lean.py"]
 # Counts numbers that lie between two codes of a cache; sums in another order, as this build's are,
 # move some of them.
 OTHER_SUMS = "not test_a_smaller_cache_gives"
@@ -78,9 +78,14 @@ def checked(arguments, cache, **variables):
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_runtime_pass_under_the_sanitizers(cache, tmp_path):
+@pytest.mark.parametrize(
+    "tests",
+    [TESTS, pytest.param(WHOLE_MODELS, marks=pytest.mark.sweep)],
+    ids=["entries", "whole models"],
+)
+def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tests, cache, tmp_path):
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
-    result = checked(["-m", "pytest", *options, *TESTS], cache)
+    result = checked(["-m", "pytest", *options, *tests], cache)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 
