@@ -1,5 +1,12 @@
-"""Helpers that many files of tests use: the command line in this process, and random tensors."""
+"""Helpers that many files of tests use.
 
+The command line in this process, random tensors, and cases of which some are slow tests.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 
 from quantflow.stages.cli import cli
@@ -22,3 +29,16 @@ def compiler_with(folder, option):
     compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {option}\n')
     compiler.chmod(0o700)
     return str(compiler)
+
+
+def slow_but(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Cases of a parametrized test: `kept` run by default, the others are slow tests."""
+    found = list(cases)
+    assert all(case in found for case in kept), f"{kept}: not among the cases"
+    return [case if case in kept else slow(case) for case in found]
+
+
+def slow(case: Any) -> Any:
+    """A case of a parametrized test, one value or a tuple of several, as a slow test."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
