@@ -26,6 +26,7 @@ from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.shared import slow, slow_but
 
 QUIET = ProgressLine(quiet=True)
 # tune: test_tune.py
@@ -381,7 +382,7 @@ def test_combinations_search_how_far_to_smooth_where_the_entry_names_nothing_els
     assert transforms_of(Quantize(name="a", **words)) == expected
 
 
-@pytest.mark.parametrize(("alpha", "transforms"), [("none", []), ("auto", [dict([AUTO])])])
+@pytest.mark.parametrize(("alpha", "transforms"), [("none", []), slow(("auto", [dict([AUTO])]))])
 def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha, transforms):
     given = [
         "quantize",
@@ -406,6 +407,7 @@ def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha
 GOOD = ("--scheme", "W4A16", "--group-size", 32, "--algorithm", "good")
 
 
+@pytest.mark.slow
 def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_files, tmp_path):
     job = MeasureJob(
         model=llama,
@@ -429,7 +431,7 @@ def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_fil
     assert told["tune"]["divergence"] < 0.9 * told["tune"]["divergence_start"]  # of gptq, smoothed
 
 
-@pytest.mark.parametrize("word", COMBINATIONS)
+@pytest.mark.parametrize("word", slow_but(COMBINATIONS, "good"))
 def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, word):
     """A combination is its parts: the same tensors; records differ by the recipe's words."""
     combination = COMBINATIONS[word]

@@ -26,6 +26,7 @@ from quantflow.planning.sizes import model_size
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 UNREACHED = 4  # of five experts, two per token
@@ -131,7 +132,7 @@ def handed(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("policy", ["damp", "rtn", "all"])
+@pytest.mark.parametrize("policy", slow_but(["damp", "rtn", "all"], "damp"))
 def test_yaqa_rounds_an_expert_by_the_tokens_and_gradients_of_its_own(
     starving, measurement, tmp_path, handed, policy
 ):

@@ -31,6 +31,7 @@ from quantflow.quantizing.hashes_ahead import HashesAhead
 from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.weight_rows import row_step
 from quantflow.reporting.progress_line import ProgressLine
+from tests.shared import slow_but
 
 SCHEMES = [
     "FP8_DYNAMIC",
@@ -104,7 +105,13 @@ def change(model: Path, **tensors: torch.Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [*((name, "rtn") for name in SCHEMES), *FITTED])
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        *((name, "rtn") for name in SCHEMES),
+        *slow_but(FITTED, ("W8A16", "rtn_mse"), ("W4A16_ASYM", "rtn_mse"), ("W4A16_ASYM", "hqq")),
+    ],
+)
 def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, name, algorithm):
     layers = quantize(llama, tmp_path, entry(name, algorithm))
     source = stored(llama)
@@ -145,7 +152,7 @@ def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, 
             assert found[key].dtype == tensor.dtype and raw(found[key]) == raw(tensor), key
 
 
-@pytest.mark.parametrize("algorithm", ["rtn", "rtn_mse", "hqq"])
+@pytest.mark.parametrize("algorithm", slow_but(["rtn", "rtn_mse", "hqq"], "rtn", "rtn_mse"))
 def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_path, algorithm):
     one = contents(quantize(llama, tmp_path / "1", entry("W4A16_ASYM", algorithm)))
     for workers in (2, 5):

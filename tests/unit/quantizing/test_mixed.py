@@ -290,6 +290,7 @@ def test_what_is_measured_is_the_divergence_of_the_exported_artifact(
     )
 
 
+@pytest.mark.slow
 def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_as_it_will_be(
     mixed, llama, measured, tmp_path
 ):
@@ -536,6 +537,7 @@ def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured
     assert record(folder)["bits_per_weight"] <= 5.2
 
 
+@pytest.mark.slow
 def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed(
     llama, text_files, tmp_path
 ):

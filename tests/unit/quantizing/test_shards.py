@@ -27,6 +27,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.unifying import unify
 from quantflow.unifying.job import UnifyJob
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -97,8 +98,17 @@ def joined(folder: Path) -> dict[str, dict]:
     return {row["linear"]: row for row in unify.summary(folder)["joined"]}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "ranks"),
+    slow_but(
+        [(scheme, ranks) for scheme in SCHEMES for ranks in (2, 4)],
+        ("FP8_DYNAMIC", 4),
+        ("W8A8", 2),
+        ("W8A16", 4),
+        ("W4A16", 2),
+        ("W4A16_ASYM", 4),
+    ),
+)
 def test_shards_unified_are_what_one_process_writes(
     model, tmp_path, cards, small_units, scheme, ranks
 ):
@@ -111,8 +121,13 @@ def test_shards_unified_are_what_one_process_writes(
     assert inputs(made) == inputs(whole)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8", "W4A16"])
+@pytest.mark.parametrize(
+    ("scheme", "ranks"),
+    slow_but(
+        [(scheme, ranks) for scheme in ("FP8_DYNAMIC", "W8A8", "W4A16") for ranks in (2, 4)],
+        ("W4A16", 2),
+    ),
+)
 def test_the_embedded_model_in_shards_is_the_same_artifact(tmp_path, cards, scheme, ranks):
     recipe = entry(scheme, group_size=128)
     whole = one(EXAMPLE, tmp_path / "whole", recipe)

@@ -23,6 +23,7 @@ from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
 from quantflow.unifying.job import UnifyJob
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -84,8 +85,15 @@ def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("scheme", ["FP8", "W8A8_STATIC", "W8A16"])
+@pytest.mark.parametrize(
+    ("scheme", "ranks"),
+    slow_but(
+        [(scheme, ranks) for scheme in ("FP8", "W8A8_STATIC", "W8A16") for ranks in (2, 4)],
+        ("FP8", 4),
+        ("W8A8_STATIC", 2),
+        ("W8A16", 4),
+    ),
+)
 def test_shards_unified_hold_the_tensors_of_one_process(
     model, measured, tmp_path, cards, monkeypatch, scheme, ranks
 ):
@@ -105,6 +113,7 @@ def test_shards_unified_hold_the_tensors_of_one_process(
             assert found["errors"][linear]["weight"] == pytest.approx(errors["weight"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_artifacts_of_the_embedded_model_are_the_same_but_for_what_proved_them(
     text_files, tmp_path, cards
 ):
@@ -170,6 +179,7 @@ def test_a_part_of_zeros_has_no_say_in_the_scale(model, measured, tmp_path, card
     assert tensors(made, layer=1)["mlp.down_proj.weight_scale"].tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_four_shards_become_two_of_a_smaller_world(model, measured, tmp_path, cards):
     shards = cards(model, tmp_path / "four", entry("FP8"), ranks=4, measurement=measured)
     two = cards(model, tmp_path / "two", entry("FP8"), ranks=2, measurement=measured)

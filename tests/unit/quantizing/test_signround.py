@@ -116,7 +116,10 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
             "llama", {"signround": replace(FEW, start="gptq")}, id="gptq", marks=pytest.mark.slow
         ),
         pytest.param(
-            "llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}, id="hqq-asym"
+            "llama",
+            {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"},
+            id="hqq-asym",
+            marks=pytest.mark.slow,
         ),
         pytest.param("llama", {"transforms": ({"awq": {}},)}, id="awq", marks=pytest.mark.slow),
         pytest.param(
@@ -139,7 +142,7 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
             },
             id="mixed",
         ),
-        pytest.param("gpt_neox", {"scheme": "W4A16_ASYM"}, id="gpt-neox"),
+        pytest.param("gpt_neox", {"scheme": "W4A16_ASYM"}, id="gpt-neox", marks=pytest.mark.slow),
     ],
 )
 def test_it_goes_on_from_other_algorithms_with_transforms_and_other_schemes(
@@ -155,6 +158,7 @@ def test_it_goes_on_from_other_algorithms_with_transforms_and_other_schemes(
         assert len({told["block_loss"] for told in record["decisions"].values()}) == 1
 
 
+@pytest.mark.slow
 def test_from_yaqa_the_measurement_holds_gradients(llama, text_files, tmp_path):
     entry = replace(ENTRY, signround=replace(FEW, start="yaqa"))
     assert statistics_for([entry]) == ("gradient",)

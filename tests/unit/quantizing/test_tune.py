@@ -39,6 +39,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import validate
 from quantflow.validating.job import ValidateJob
+from tests.shared import slow, slow_but
 
 QUIET = ProgressLine(quiet=True)
 FEW = Tune(steps=6, sequences=2)
@@ -139,8 +140,8 @@ def divergence(original, model, sequences):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("", id="as it is", marks=pytest.mark.slow),
-        pytest.param("smoothed_", id="smoothed"),
+        pytest.param("", id="as it is"),
+        pytest.param("smoothed_", id="smoothed", marks=pytest.mark.slow),
     ],
 )
 def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(
@@ -177,9 +178,9 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(
 @pytest.mark.parametrize(
     ("products", "tokens", "tolerance"),
     [
-        (torch.float32, 1, 1e-3),
+        slow((torch.float32, 1, 1e-3)),
         (torch.float32, 20, 1e-3),
-        (torch.float32, 64, 1e-3),
+        slow((torch.float32, 64, 1e-3)),
         (torch.bfloat16, 20, 3e-2),
     ],
 )
@@ -222,6 +223,7 @@ def test_the_first_step_is_against_the_gradient_of_the_whole_model(
         )
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16_gain_what_those_in_float32_gain(
     llama, measured, tmp_path, monkeypatch
 ):
@@ -236,6 +238,7 @@ def test_products_in_bfloat16_gain_what_those_in_float32_gain(
     assert gains[torch.bfloat16] == pytest.approx(gains[torch.float32], rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_original_is_that_of_the_model_where_layers_are_quantized_on_quantized_inputs(
     llama, measured, tmp_path
 ):
@@ -313,7 +316,9 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
 
 
 @pytest.mark.parametrize(
-    "after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"]
+    "after",
+    slow_but([0, 3, 10, 13], 3),
+    ids=["in the first step", "in the second", "late", "while it writes"],
 )
 def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(
     llama, measured, tuned, tmp_path, monkeypatch, after
@@ -341,7 +346,7 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(
 
 @pytest.mark.parametrize(
     "after",
-    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 5, 15],
+    [slow(0), slow(1), slow(5), slow(15)],
     ids=["no layer", "a layer", "in the second step", "while it writes"],
 )
 def test_what_was_smoothed_goes_on_wherever_it_was_killed(
@@ -370,7 +375,7 @@ def test_nothing_but_the_result_is_left(tuned):
     assert sorted(path.name for path in tuned.parent.iterdir()) == [".out.lock", "out"]
 
 
-@pytest.mark.parametrize("kind", ["", "smoothed_"], ids=["as it is", "smoothed"])
+@pytest.mark.parametrize("kind", ["", slow("smoothed_")], ids=["as it is", "smoothed"])
 def test_scales_that_make_it_no_better_stay_as_they_were(
     llama, measured, request, tmp_path, monkeypatch, kind
 ):
@@ -419,8 +424,9 @@ def test_scales_that_make_it_no_better_stay_as_they_were(
                 "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),),
             },
             id="mixed",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("gpt_neox", {"scheme": "W2A16_ASYM"}, id="gpt-neox"),
+        pytest.param("gpt_neox", {"scheme": "W2A16_ASYM"}, id="gpt-neox", marks=pytest.mark.slow),
         pytest.param(
             "gpt_neox", {"transforms": ({"awq": {}},)}, id="norms-with-bias", marks=pytest.mark.slow
         ),

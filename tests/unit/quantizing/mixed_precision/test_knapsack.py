@@ -154,6 +154,7 @@ def test_at_every_price_a_corner_of_the_frontier_is_best(items, price):
     assert all(a1 < a2 and b1 > b2 for (a1, b1), (a2, b2) in itertools.pairwise(corners))
 
 
+@pytest.mark.slow
 def test_a_large_model_is_chosen_for_within_seconds_and_nearly_as_well_as_the_hull_allows():
     """80 layers of 4 groups, 16 candidates each; no combination is below the hull's lines."""
     generator = random.Random(0)
