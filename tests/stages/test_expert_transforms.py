@@ -66,13 +66,13 @@ AWQ8 = {**AWQ, "scheme": "W8A16", "group_size": None, "expert_tokens": 0}
 @pytest.mark.parametrize(
     ("entry", "family"),
     [
-        pytest.param(AWQ8, "mixtral", id="awq-mixtral"),
-        pytest.param(AWQ8, "qwen2_moe", id="awq-qwen2_moe"),
+        pytest.param(AWQ8, "mixtral", id="awq-mixtral", marks=pytest.mark.slow),
+        pytest.param(AWQ8, "qwen2_moe", id="awq-qwen2_moe", marks=pytest.mark.slow),
         pytest.param(AWQ8, "qwen3_moe", id="awq-qwen3_moe", marks=pytest.mark.slow),
         pytest.param(AWQ8, "olmoe", id="awq-olmoe"),
         pytest.param(AUTO, "mixtral", id="auto-mixtral"),
         pytest.param(AUTO, "qwen2_moe", id="auto-qwen2_moe", marks=pytest.mark.slow),
-        pytest.param(AUTO, "qwen3_moe", id="auto-qwen3_moe"),
+        pytest.param(AUTO, "qwen3_moe", id="auto-qwen3_moe", marks=pytest.mark.slow),
         pytest.param(AUTO, "olmoe", id="auto-olmoe", marks=pytest.mark.slow),
     ],
 )
@@ -106,6 +106,7 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
     assert 0 < difference(family_model(family), artifact) < 0.08
 
 
+@pytest.mark.slow
 def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(
     family_model, measured_family, tmp_path
 ):
@@ -182,6 +183,7 @@ def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(
     assert [record["experts"]["short"] for record in records(folder)] == [{}, {}]
 
 
+@pytest.mark.slow
 def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, tmp_path):
     entry = {**AWQ, "expert_tokens": MANY}
     folders = {

@@ -26,7 +26,7 @@ from quantflow.progress import SILENT
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.sources.gguf_import import import_gguf
-from tests.shared import run
+from tests.shared import run, slow
 
 NAMES = {  # of a layer, beside those that are permuted
     "attn_v": "self_attn.v_proj",
@@ -233,7 +233,7 @@ def wide(tmp_path_factory, llama) -> Path:
 @pytest.mark.parametrize(
     ("scheme", "usual", "values", "down", "output", "number"),
     [  # of eight layers those with more bits are 0, 3, 6 and 7
-        ("Q3_K_M", "Q3_K", ["Q5_K"] * 2 + ["Q4_K"] * 6, ["Q4_K"] * 8, "Q4_K", 12),
+        slow(("Q3_K_M", "Q3_K", ["Q5_K"] * 2 + ["Q4_K"] * 6, ["Q4_K"] * 8, "Q4_K", 12)),
         (
             "Q4_K_M",
             "Q4_K",
@@ -241,16 +241,18 @@ def wide(tmp_path_factory, llama) -> Path:
             "Q4_K",
             15,
         ),
-        (
-            "Q5_K_M",
-            "Q5_K",
-            *[["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]] * 2,
-            "Q5_K",
-            17,
+        slow(
+            (
+                "Q5_K_M",
+                "Q5_K",
+                *[["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]] * 2,
+                "Q5_K",
+                17,
+            )
         ),
-        ("Q4_K_S", "Q4_K", ["Q5_K"] * 4 + ["Q4_K"] * 4, ["Q5_K"] + ["Q4_K"] * 7, "Q4_K", 14),
+        slow(("Q4_K_S", "Q4_K", ["Q5_K"] * 4 + ["Q4_K"] * 4, ["Q5_K"] + ["Q4_K"] * 7, "Q4_K", 14)),
         # rtn weighs no input
-        ("IQ4_XS", "IQ4_XS", ["IQ4_XS"] * 8, ["Q5_K"] + ["IQ4_XS"] * 7, "IQ4_XS", 30),
+        slow(("IQ4_XS", "IQ4_XS", ["IQ4_XS"] * 8, ["Q5_K"] + ["IQ4_XS"] * 7, "IQ4_XS", 30)),
     ],
 )
 def test_a_mixture_gives_each_linear_llama_cpps_type(
@@ -368,6 +370,7 @@ def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(
     assert found["output.weight"][0] == "Q8_0"
 
 
+@pytest.mark.slow
 def test_an_artifact_with_minima_runs_and_its_file_is_read_back(wide, tmp_path):
     line = ("quantize", wide, "-o", tmp_path / "a", "--scheme", "Q4_K_M", "--algorithm", "rtn_mse")
     assert run(*line) == 0  # proved in a fresh process

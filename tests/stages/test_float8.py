@@ -26,6 +26,7 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.shared import slow
 
 QUIET = ProgressLine(quiet=True)
 LINEARS = 14
@@ -71,7 +72,7 @@ def weight_errors(folder):
 
 @pytest.mark.parametrize(
     ("scheme", "size"),
-    [("FP8", None), ("FP8_DYNAMIC", None), ("FP8_BLOCK", 32)],
+    [slow(("FP8", None)), ("FP8_DYNAMIC", None), slow(("FP8_BLOCK", 32))],
     ids=["tensor", "channel", "block"],
 )
 def test_gptq_chooses_float8_and_the_artifact_holds_it(llama, measured, tmp_path, scheme, size):
@@ -105,7 +106,7 @@ def test_searched_scales_lose_less_and_go_file_to_file(llama, tmp_path, scheme, 
     assert all(ours[name] < theirs[name] for name in theirs) and len(theirs) == LINEARS
 
 
-@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
+@pytest.mark.parametrize("algorithm", ["rtn", slow("gptq")])
 def test_scales_of_powers_of_two_are_those_that_are_stored(llama, measured, tmp_path, algorithm):
     words = {"scheme": "FP8", "algorithm": algorithm}
     rounded = made(llama, tmp_path / "pow2", measured, scale_rounding="pow2", **words)

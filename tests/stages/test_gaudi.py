@@ -25,7 +25,7 @@ from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
 from quantflow.measuring.record import read_measurement
 from quantflow.models import capture
 from quantflow.runtime.artifact import open_artifact
-from tests.shared import run
+from tests.shared import run, slow_but
 
 A = "model.layers.1.self_attn"
 
@@ -855,8 +855,14 @@ def quantized_by(folder: Path, llama: Path, measured: Path, *options) -> dict:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize("method", [name for name in STATIC if name not in FIXED])
-@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+@pytest.mark.parametrize(
+    ("device", "method"),
+    slow_but(
+        [(device, name) for device in ("gaudi2", "gaudi3") for name in STATIC if name not in FIXED],
+        *(("gaudi2", name) for name in STATIC if name not in FIXED),
+        ("gaudi3", "maxabs_hw"),
+    ),
+)
 def test_an_artifact_has_the_scales_that_the_toolkit_takes_from_our_files(
     tmp_path, measured, llama, method, device
 ):
@@ -905,6 +911,7 @@ def test_a_fixed_scale_is_that_of_every_weight_and_input(tmp_path, measured, lla
     assert len(scales) == 28 and set(scales) == {FIXED[method][device]}
 
 
+@pytest.mark.slow
 def test_scale_methods_give_other_bytes_but_where_a_search_finds_what_the_maximum_gives(
     tmp_path, measured, llama
 ):

@@ -32,7 +32,7 @@ from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.output import outline, table
-from tests.shared import run
+from tests.shared import run, slow_but
 
 HOSTILE = "\x1b[2J\x07evil\u202egnp.exe\nerror: all is well"
 
@@ -363,7 +363,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", slow_but(BOMBS, "memory", "time", "syntax", "error", "sandbox"))
 def test_a_template_that_takes_time_memory_or_raises_is_an_input_error(
     name, artifact, refused, monkeypatch
 ):

@@ -49,7 +49,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import validate
 from quantflow.validating.job import ValidateJob
-from tests.shared import run
+from tests.shared import run, slow_but
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
@@ -61,7 +61,9 @@ CACHES = [
 
 
 EACH = pytest.mark.parametrize(
-    "cache", CACHES, ids=lambda cache: f"{cache.scheme} {cache.granularity}"
+    "cache",
+    slow_but(CACHES, CACHES[0], CACHES[3]),
+    ids=lambda cache: f"{cache.scheme} {cache.granularity}",
 )
 
 
@@ -456,7 +458,7 @@ def test_several_cards_and_an_attention_that_no_loader_knows_are_refused(
         quantize.run(job, QUIET)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("family", slow_but(["qwen3", "mixtral"], "qwen3"))
 def test_norms_over_heads_and_mixtures_have_caches_too(
     family: str, measured_family: Any, family_model: Any, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from quantflow.planning.sizes import model_size
 from quantflow.progress import Silent
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
+from tests.shared import slow_but
 
 KINDS = {"glm_moe_dsa": AutoModelForCausalLM, "mllama": AutoModelForImageTextToText}
 ENTRIES = {
@@ -71,8 +72,14 @@ def measured(family_model, text_files, tmp_path_factory):
     return take
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("family", "entry"),
+    slow_but(
+        [(family, entry) for family in KINDS for entry in ENTRIES],
+        ("mllama", "smoothquant"),
+        ("glm_moe_dsa", "gptq"),
+    ),
+)
 @torch.no_grad()
 def test_the_artifact_is_what_stock_transformers_runs(
     family, entry, family_model, measured, text_files, tmp_path
@@ -134,7 +141,7 @@ def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, 
         assert float((logits - stock).norm() / stock.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", slow_but(KINDS, "mllama"))
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, measured, tmp_path):
     model, entry = family_model(family), ENTRIES["signround"]
     whole = quantflow.quantize(

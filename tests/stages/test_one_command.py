@@ -59,6 +59,7 @@ def test_one_command_makes_the_artifact_of_the_five_verbs(llama, tmp_path, capsy
     assert digest(tmp_path / "4") == digest(out)
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(llama, tmp_path, monkeypatch, capsys):
     out, command = tmp_path / "a", ("quantize", llama, "-o", tmp_path / "a", *GPTQ, *TEXT)
     real = quantizing.run
@@ -117,6 +118,7 @@ def test_layers_alone_where_they_are_asked_for(llama, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_python_has_the_same_command(llama, tmp_path):
     words = {"entry": Quantize(name="w4a16", scheme="W4A16", group_size=32)}
     calibration = Calibration(samples=6, sequence_length=48)

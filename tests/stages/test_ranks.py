@@ -20,6 +20,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.unifying import unify
 from quantflow.unifying.job import UnifyJob
+from tests.shared import slow
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 9  # odd, so that the ranks get 5 and 4
@@ -126,7 +127,7 @@ def test_the_sequences_are_back_in_the_order_of_one_rank(unified: Path, single: 
     assert torch.equal(ours["tokens"], expected["tokens"])
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, slow(4), slow(8)])
 def test_replicas_in_any_number_of_groups_are_one_rank(
     llama: Path,
     text_files: dict[str, Path],

@@ -20,7 +20,7 @@ from quantflow.files.manifest import read_manifest
 from quantflow.models.open import open_files
 from quantflow.runtime.load import load
 from tests.conftest import VOCABULARY, write_tokenizer
-from tests.shared import run
+from tests.shared import run, slow
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -138,7 +138,7 @@ MTP = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "scheme"), [("qwen3_next", "FP8_DYNAMIC"), ("glm4_moe", "W4A16")]
+    ("model_type", "scheme"), [slow(("qwen3_next", "FP8_DYNAMIC")), ("glm4_moe", "W4A16")]
 )
 def test_layers_that_predict_further_ahead_are_copied_and_named(written, model_type, scheme):
     sizes, place, more = MTP[model_type]
@@ -169,6 +169,7 @@ def test_layers_that_predict_further_ahead_are_copied_and_named(written, model_t
     assert "| copied, not used by the model |" in (artifact / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_calibrated_method_copies_them_too(written, text_files):
     sizes, place, more = MTP["qwen3_next"]
     source = ahead(written("qwen3_next", sizes=sizes), to=place, more=more)

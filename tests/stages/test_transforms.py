@@ -28,6 +28,7 @@ from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.runtime.load import load
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
@@ -91,16 +92,26 @@ def test_what_a_search_found_is_in_the_record_of_every_linear(
     assert all("clipped_groups" in decisions for decisions in found.values()) == (name == "awq")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize(
-    "entry",
-    [AWQ | {"scheme": "W8A16", "group_size": None}, AUTO | {"scheme": "W8A8"}],
-    ids=["awq", "auto"],
+    ("search", "family"),
+    slow_but(
+        [
+            (search, family)
+            for search in ("awq", "auto")
+            for family in ("llama", "qwen2", "gpt_neox")
+        ],
+        ("awq", "llama"),
+        ("auto", "qwen2"),
+    ),
 )
 def test_a_searched_artifact_is_proven_and_close_to_its_source(
-    family, family_model, measured_family, tmp_path, entry
+    family, family_model, measured_family, tmp_path, search
 ):
     """In eight bits, where a factor that is not undone would show."""
+    entry = {
+        "awq": AWQ | {"scheme": "W8A16", "group_size": None},
+        "auto": AUTO | {"scheme": "W8A8"},
+    }[search]
     folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
     artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
@@ -214,7 +225,9 @@ def test_a_measurement_without_what_awq_reads_is_refused_by_name(
         quantized(family_model("llama"), measure.run(job, QUIET), tmp_path / "q", AWQ)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family", slow_but(["llama", "qwen2", "qwen3", "mistral"], "qwen2", "qwen3")
+)
 def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(
     family, family_model, tmp_path
 ):
@@ -248,7 +261,7 @@ def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_mod
     assert ledger["model.layers.0.self_attn.o_proj.weight"]["reason"] == "absorbed a transform"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", slow_but(["llama", "qwen3"], "llama"))
 def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_its_source_does(
     family, family_model, tmp_path
 ):

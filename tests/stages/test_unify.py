@@ -25,7 +25,7 @@ from quantflow.measuring.record import (
     write_measurement,
 )
 from quantflow.unifying import unify
-from tests.shared import run
+from tests.shared import run, slow
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
@@ -684,7 +684,7 @@ def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(
     } == {"counts"}
 
 
-@pytest.mark.parametrize("tp", [1, 8, 64])
+@pytest.mark.parametrize("tp", [slow(1), 8, 64])
 def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
     values = [float((rank * 37) % 64 + 1) for rank in range(64)]
     ranks(tmp_path / "m", tp=tp, dp=64 // tp, amax=values)
