@@ -30,6 +30,7 @@ from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import load
 from quantflow.runtime.operations import DecoderBlock, Operations
 from quantflow.runtime.ranks.tensor_parallel import spans_of
+from tests.shared import slow
 
 W4A16, FP8 = with_group_size(PRESETS["W4A16"], 32), PRESETS["FP8_DYNAMIC"]
 RELEASED = Path(__file__).resolve().parents[3] / "benchmarks/released"
@@ -172,8 +173,11 @@ def test_every_token_has_the_rule_of_its_sequence_whatever_the_steps(
             assert (found[row, skip:].double() - expected).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "mixture"])
-@pytest.mark.parametrize("scheme", [W4A16, FP8], ids=["W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    ("scheme", "config"),
+    [(W4A16, DENSE), slow((W4A16, MIXTURE)), slow((FP8, DENSE)), (FP8, MIXTURE)],
+    ids=["W4A16-dense", "W4A16-mixture", "FP8_DYNAMIC-dense", "FP8_DYNAMIC-mixture"],
+)
 def test_one_artifact_says_the_same_in_both_decoders(config, scheme, tmp_path, make_artifact):
     make_artifact(tmp_path, config, scheme)
     prompts, padding = ids(3, 20), torch.tensor([0, 7, 3])

@@ -53,6 +53,7 @@ from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import load
 from quantflow.runtime.transformers_decoder import TransformersDecoder
+from tests.shared import slow_but
 
 ROOT = Path(__file__).resolve().parents[3]
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
@@ -663,7 +664,11 @@ def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# the first of each family
+KINDS = {config.model_type: name for name, config in reversed(FAMILIES.items())}
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *KINDS.values()))
 def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(
     family, tmp_path, make_artifact, monkeypatch
 ):
@@ -809,6 +814,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([[2] * (27 - len(row)) + row for row in rows]), padding
 
 
+@pytest.mark.slow
 def test_fifty_prompts_continue_with_the_64_tokens_of_transformers(example):
     folder, model = example
     tokens, padding = prompts()

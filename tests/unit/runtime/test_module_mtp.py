@@ -15,6 +15,7 @@ from quantflow.runtime.mtp import AheadLayer
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 from quantflow.validating.ahead import acceptance
 from tests.mtp_models import DELTA_FAMILIES, FAMILIES, ids, write, write_apart
+from tests.shared import slow_but
 
 
 @pytest.fixture(scope="module", params=DELTA_FAMILIES)
@@ -60,6 +61,7 @@ def test_a_layer_has_the_states_of_transformers_in_one_piece_and_in_several(made
         assert torch.allclose(layer.logits(parts[-1]), model.lm_head(expected[-1:]), atol=2e-5)
 
 
+@pytest.mark.parametrize("made", slow_but(DELTA_FAMILIES, "qwen3_5"), indirect=True)
 def test_tokens_are_those_without_it(made):
     loaded, layer = opened(made[0])
     for seed, count in ((3, 1), (4, 9)):

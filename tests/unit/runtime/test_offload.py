@@ -23,6 +23,7 @@ from quantflow.runtime.decoding import generate
 from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import Piece, Prefetch, load_offloaded
+from tests.shared import slow, slow_but
 
 SIZES = {
     "hidden_size": 64,
@@ -62,7 +63,22 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=PROMPT).logits
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        SCHEMES,
+        "FP8",
+        "FP8_BLOCK",
+        "W8A8_STATIC",
+        "W8A16",
+        "W6A16_ASYM",
+        "W4A16_ASYM",
+        "W4A8",
+        "W3A16_ASYM",
+        "NVFP4",
+        "MXFP8",
+    ),
+)
 def test_logits_are_those_of_the_loaded_model_to_the_last_bit(name, tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, SCHEMES[name])
     for backend in ("auto", "reference"):
@@ -183,7 +199,7 @@ MIXTURES = {
     [
         ("mixtral", W4A16),
         ("qwen2_moe", PRESETS["FP8_DYNAMIC"]),
-        ("deepseek_v3", W4A16),
+        slow(("deepseek_v3", W4A16)),
         ("gpt_oss", None),
     ],
     ids=MIXTURES,

@@ -6,6 +6,7 @@ from quantflow.errors import UsageError
 from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.decoding import Beams, Rules, Sampling, generate
 from quantflow.runtime.transformers_decoder import TransformersDecoder
+from tests.shared import slow, slow_but
 
 NEW = 12
 PAD = 2  # as in conftest.py
@@ -21,7 +22,7 @@ def test_a_padded_batch_gives_the_greedy_tokens_of_transformers(tiny, batch, pee
     "rules",
     [
         Rules(),
-        Rules(repetition_penalty=1.4, frequency_penalty=0.5, no_repeat_ngram_size=2),
+        slow(Rules(repetition_penalty=1.4, frequency_penalty=0.5, no_repeat_ngram_size=2)),
         Rules(min_length=16, bad_words=((200,), (321, 13))),
     ],
 )
@@ -66,7 +67,7 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("options", SAMPLINGS)
+@pytest.mark.parametrize("options", slow_but(SAMPLINGS, *SAMPLINGS[:2]))
 def test_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, peer, options):
     ids, padding = batch
     whole = {"top_k": 0} | options

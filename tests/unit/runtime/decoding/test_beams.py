@@ -5,6 +5,7 @@ import torch
 
 from quantflow.errors import UsageError
 from quantflow.runtime.decoding import Beams, Rules, Sampling, generate
+from tests.shared import slow_but
 
 NEW = 10
 PAD = 2  # as in conftest.py
@@ -18,8 +19,16 @@ def ends(tiny, batch) -> list[int]:
     return found[:, ids.shape[1] + 4].tolist()
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping"),
+    slow_but(
+        [(penalty, early) for penalty in (-1.0, 0.0, 1.0, 2.0) for early in (True, False, "never")],
+        (-1.0, True),
+        (0.0, False),
+        (1.0, "never"),
+        (2.0, False),
+    ),
+)
 def test_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty, early_stopping):
     ids, padding = (part[:2] for part in batch)
     options = {"num_beams": 3, "length_penalty": length_penalty, "early_stopping": early_stopping}
@@ -41,6 +50,7 @@ def test_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty
     assert torch.isin(found[:, ids.shape[1] : -1], torch.tensor(ends)).any()
 
 
+@pytest.mark.slow
 def test_when_beams_end_is_said_by_early_stopping_as_in_transformers(tiny, rows, peer):
     ids, new = torch.tensor([rows[3]]), 20
     end = int(generate(tiny, ids, max_new_tokens=new, method=Beams(count=2))[0, ids.shape[1] + 2])
@@ -59,6 +69,7 @@ def test_when_beams_end_is_said_by_early_stopping_as_in_transformers(tiny, rows,
     assert said[1.0, "never"] != said[1.0, False] and said[2.0, True] != said[2.0, False]
 
 
+@pytest.mark.slow
 def test_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
     def likelihood(sequence, start):
         steps = tiny(sequence).logits[0, start - 1 : -1].log_softmax(-1)

@@ -4,6 +4,7 @@ import torch
 from quantflow.errors import UsageError
 from quantflow.runtime.decoding import Beams, Sampling, generate
 from quantflow.runtime.decoding.constrained import progress
+from tests.shared import slow
 
 NEW = 8
 
@@ -61,7 +62,8 @@ def oracle(model, row, *, words, beams, new, end):
     return [list(text) for _, text in done]
 
 
-@pytest.mark.parametrize("words", [((321,),), ((623, 1217),), ((15, 13), (200,))])
+# each case is a tuple of words, which are tuples of tokens
+@pytest.mark.parametrize("words", [((321,),), slow((((623, 1217),),)), ((15, 13), (200,))])
 def test_forced_words_are_said_and_the_sequences_are_those_of_grid_beam_search(tiny, rows, words):
     row, end = rows[0], 274
     ids = torch.tensor([row])

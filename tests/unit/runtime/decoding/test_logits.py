@@ -10,6 +10,7 @@ from quantflow.errors import UsageError
 from quantflow.runtime.decoding import Rules, Sampling, generate, logits
 from quantflow.runtime.decoding.options import filtered
 from quantflow.runtime.decoding.request import Request, allowed
+from tests.shared import slow
 
 VOCABULARY, ROWS, LENGTH = 23, 3, 12
 SEEDS = st.integers(0, 2**20)
@@ -155,10 +156,10 @@ def test_ids_beyond_the_head_are_passed_over():
 @pytest.mark.parametrize(
     "rules",
     [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
+        slow({"repetition_penalty": 1.5}),
+        slow({"no_repeat_ngram_size": 2}),
         {"bad_words": ((200,), (321, 13))},
-        {"min_new_tokens": 6},
+        slow({"min_new_tokens": 6}),
         {"min_length": 14},
         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3},
     ],

@@ -10,6 +10,7 @@ from quantflow.runtime.decoding.medusa import HEADS_FILE, MedusaHead
 from quantflow.runtime.decoding.request import Request
 from quantflow.runtime.decoding.speculation import _confirm, _Finder
 from quantflow.runtime.transformers_decoder import TransformersDecoder
+from tests.shared import slow
 
 NEW = 18
 SIZES = {
@@ -79,6 +80,7 @@ def heads(tiny):
     )
 
 
+@pytest.mark.slow
 def test_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
     ids, padding = (part[:2] for part in batch)
     for rules in (Rules(), Rules(repetition_penalty=1.3, no_repeat_ngram_size=3)):
@@ -95,6 +97,7 @@ def test_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
         assert torch.equal(found[:1, 1:], expected)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_transformers_assisted_generation(tiny, draft, rows, peer):
     ids = torch.tensor([rows[2]])
     draft.generation_config.eos_token_id = None
@@ -141,7 +144,7 @@ def test_an_end_inside_the_proposals_ends_the_text(tiny, rows):
     assert seen == expected[0, len(rows[0]) :].tolist()
 
 
-@pytest.mark.parametrize("method", [Lookup(), Lookup(tokens=3, ngram=4)])
+@pytest.mark.parametrize("method", [Lookup(), slow(Lookup(tokens=3, ngram=4))])
 def test_a_lookup_does_not_change_greedy_tokens_and_saves_forwards(tiny, rows, peer, method):
     row = rows[0] + rows[1] + rows[0]
     decoder = Counting(tiny, crops=True)

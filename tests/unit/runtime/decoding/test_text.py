@@ -3,6 +3,7 @@ import torch
 
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
+from tests.shared import slow
 
 WORDS = ["def f(x):\n    return x", "caf\u00e9 \u2603 \U0001f600 end", "  two  spaces"]
 
@@ -42,7 +43,7 @@ def test_special_tokens_are_not_text(tokenizer):
     assert continuation(tokenizer, prompt, []) == ""
 
 
-@pytest.mark.parametrize("strings", [["return"], ["urn se", "nothing"], ["(self"]])
+@pytest.mark.parametrize("strings", [slow(["return"]), ["urn se", "nothing"], slow(["(self"])])
 def test_a_text_ends_with_the_token_that_completes_a_stop_string(
     tiny, tokenizer, rows, peer, strings
 ):
