@@ -68,6 +68,7 @@ def notebook_folder(tmp_path, llama, text_files, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_about_python_runs_as_printed(notebook_folder, capsys):
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE

@@ -492,6 +492,7 @@ def test_products_on_the_cpu_hold_and_bars_are_left_alone(part, place):
     assert found["bar"] == [] and len(found["figure"]) >= 2 * len(schemes) + 3
 
 
+@pytest.mark.slow
 def test_a_kernel_with_wrong_outputs_is_found(part, place, monkeypatch):
     products = part("_gpu.products")
     choose = products.choose

@@ -12,10 +12,12 @@ import sys
 
 import pytest
 
+from tests.shared import slow_but
+
 READING = ["measure", "quantize", "file-to-file", "export"]
 
 
-@pytest.mark.parametrize("stage", READING)
+@pytest.mark.parametrize("stage", slow_but(READING, "file-to-file", "export"))
 def test_a_source_that_vanishes_is_named_and_its_return_continues(commands, inputs, stage):
     command = commands(stage)
     with command.folder() as folder:
@@ -32,7 +34,7 @@ def test_a_source_that_vanishes_is_named_and_its_return_continues(commands, inpu
         command.check_continues(folder)
 
 
-@pytest.mark.parametrize("stage", READING)
+@pytest.mark.parametrize("stage", slow_but(READING, "measure", "quantize"))
 def test_a_source_that_cannot_be_read_is_named_and_the_same_command_continues(
     commands, inputs, stage
 ):

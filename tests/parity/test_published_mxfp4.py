@@ -13,6 +13,7 @@ from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.shared import slow
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 64, 96
 DOWN = "model.layers.1.mlp.experts.down_proj"
@@ -244,8 +245,10 @@ def test_transformers_computes_from_what_is_written_what_the_artifact_says(
             "experts.1.gate_proj.weight_blocks: not there, "
             "model.layers.0.mlp.experts.gate_up_proj_blocks",
         ),
-        ("MXFP4A16", "lm_head", ": no linear of an expert of gpt-oss; mxfp4 holds these alone"),
-        ("MXFP4", "re:.*self_attn.*", "scheme MXFP4, the layout holds MXFP4A16"),
+        slow(
+            ("MXFP4A16", "lm_head", ": no linear of an expert of gpt-oss; mxfp4 holds these alone")
+        ),
+        slow(("MXFP4", "re:.*self_attn.*", "scheme MXFP4, the layout holds MXFP4A16")),
         ("W4A16", "re:.*self_attn.*", "scheme W4A16, the layout holds MXFP4A16"),
     ],
 )

@@ -28,6 +28,7 @@ from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
+from tests.shared import slow
 
 QUIET = ProgressLine(quiet=True)
 TOKENS = torch.randint(2, 300, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -85,10 +86,11 @@ def table(artifact: Path) -> dict[str, Any]:
     ("family", "words"),
     [
         ("falcon", W4A16),
-        ("falcon", {**W4A16, "scheme": "W4A16_ASYM"}),
-        ("falcon", {"scheme": "W4A16", "algorithm": "rtn"}),  # 64 and 256 inputs: groups of 64
+        slow(("falcon", {**W4A16, "scheme": "W4A16_ASYM"})),
+        # 64 and 256 inputs: groups of 64
+        slow(("falcon", {"scheme": "W4A16", "algorithm": "rtn"})),
         ("gpt_bigcode", W4A16),
-        ("bert-generation", W4A16),
+        slow(("bert-generation", W4A16)),
         ("bert-generation", {"scheme": "W8A16"}),
     ],
     ids=lambda value: value if isinstance(value, str) else value["scheme"],
@@ -112,8 +114,8 @@ def test_it_computes_what_the_dequantized_export_does(
     ("family", "words", "said"),
     [
         ("gpt2", W4A16, CONV1D),
-        ("gpt2", {"scheme": "FP8_DYNAMIC"}, CONV1D),
-        ("aria_text", W4A16, EXPERTS),
+        slow(("gpt2", {"scheme": "FP8_DYNAMIC"}, CONV1D)),
+        slow(("aria_text", W4A16, EXPERTS)),
         ("granitemoe", {"scheme": "W8A16"}, EXPERTS),
         ("falcon", {"scheme": "W4A8", "algorithm": "rtn"}, PACKED),  # inputs are rounded
     ],

@@ -21,6 +21,7 @@ from quantflow.core.scheme import (
 )
 from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
+from tests.shared import slow
 
 int4_pack, w4a8, w4a16, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w8a8"))
 REASON = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
@@ -435,7 +436,7 @@ def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away()
 
 
 # without bfloat16 products, without AVX-512
-@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-march=x86-64-v3"])
+@pytest.mark.parametrize("flag", [slow("-mno-avx512bf16"), "-march=x86-64-v3"])
 def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
     compiler = tmp_path / "gcc"
     compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {flag}\n')

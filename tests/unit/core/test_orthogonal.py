@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from quantflow.core.orthogonal import mixed, paley, rotate_columns_, rotate_rows_, rotated, rotation
 from quantflow.errors import InputError
+from tests.shared import slow_but
 
 # heads and hidden states of published models
 MODEL_SIZES = [64, 80, 96, 128, 512, 768, 896, 1536, 2560, 3584]
@@ -48,7 +49,7 @@ def test_orders_that_paley_does_not_make_are_none(order):  # 56: 55 and 27 are n
     assert paley(order) is None
 
 
-@pytest.mark.parametrize("size", MODEL_SIZES)
+@pytest.mark.parametrize("size", slow_but(MODEL_SIZES, *MODEL_SIZES[:-2]))
 def test_a_rotation_is_orthogonal_and_spreads_every_channel_evenly(size):
     by = rotation(size, seed=1)
     q = matrix(by)

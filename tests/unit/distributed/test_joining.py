@@ -18,6 +18,7 @@ from quantflow.distributed.joining import (
     zero_groups,
 )
 from quantflow.errors import SchemeError
+from tests.shared import slow_but
 
 INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
 INT8_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_channel", symmetric=False)
@@ -104,8 +105,14 @@ def test_groups_of_zeros_are_counted():
     )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
-@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize(
+    ("cards", "scheme"),
+    slow_but(
+        [(cards, scheme) for cards in (2, 4) for scheme in SCHEMES],
+        *((4 if scheme.weights.group_size is None else 2, scheme) for scheme in SCHEMES),
+    ),
+    ids=lambda value: getattr(value, "name", None),
+)
 @given(seed=st.integers(0, 10_000), exponent=st.integers(-30, 12))
 def test_what_cards_round_and_join_is_what_one_process_rounds(scheme, cards, seed, exponent):
     generator = torch.Generator().manual_seed(seed)

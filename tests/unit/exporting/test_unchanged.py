@@ -22,6 +22,7 @@ from quantflow.quantizing.layer_by_layer import refuse_unchanged
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.shared import slow
 
 QUIET = ProgressLine(quiet=True)
 ENTRY = Quantize(name="int4", scheme="W4A16", algorithm="gptq", group_size=32)
@@ -79,7 +80,7 @@ def decisions(folder):
         ({"scheme": "W8A16", "group_size": None}, True),
         ({"algorithm": "rtn"}, False),  # has no Hessian
         # is what it would be compared with
-        ({"algorithm": "rtn", "transforms": ({"awq": {}},)}, False),
+        slow(({"algorithm": "rtn", "transforms": ({"awq": {}},)}, False)),
         ({"algorithm": "rtn_mse", "transforms": ({"awq": {}},)}, True),  # has one anyway
         ({"algorithm": "rtn_mse"}, False),
     ],

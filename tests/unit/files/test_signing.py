@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tests.conftest import write_model
-from tests.shared import run
+from tests.shared import run, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries below
 
@@ -484,7 +484,7 @@ def overwrite(folder, forged, names):
 
 @pytest.mark.parametrize(
     ("change", "decoder"),
-    [(exchange, "auto"), (overwrite, "auto"), (exchange, "transformers")],
+    [(exchange, "auto"), slow((overwrite, "auto")), slow((exchange, "transformers"))],
 )
 def test_what_is_changed_before_any_open_of_the_folder_never_runs(
     work, artifact, forged, tmp_path, intruder, change, decoder

@@ -22,6 +22,7 @@ from quantflow.files.stage_folder import (
     require_done,
     write_atomic,
 )
+from tests.shared import slow
 
 HOLD = """
 import sys
@@ -309,7 +310,7 @@ def publish_files(folder: Path, content: str) -> None:
             disk.write_file(temporary / name, content.encode())
 
 
-@pytest.mark.parametrize(("number", "old"), [(errno.EIO, True), (errno.ENOSPC, False)])
+@pytest.mark.parametrize(("number", "old"), [(errno.EIO, True), slow((errno.ENOSPC, False))])
 def test_a_fault_at_any_call_leaves_a_whole_folder_or_none_and_the_next_run_finishes(
     tmp_path, monkeypatch, number, old
 ):

@@ -39,6 +39,7 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.ranks.tensor_parallel import Ranks
 from tests.conftest import FALCON, GPT, GROUPED, SHAPE, write_tokenizer
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 STATS = ("amax", "channel_amax", "min_max", "mean_abs")
@@ -122,7 +123,13 @@ def job_of(folder, output, text_files, cards=1):
     return MeasureJob(model=folder, output=output, calibration=calibration, options=options)
 
 
-@pytest.mark.parametrize(("family", "cards"), CASES)
+LONGER = [("bloom", 4), ("falcon 40b", 2), ("falcon 180b", 4), ("falcon 11b", 2), ("codegen", 8)]
+LONGER += [("gpt2", 2), ("gpt_bigcode, a key for each head", 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "cards"), slow_but(CASES, *(case for case in CASES if case not in LONGER))
+)
 def test_cards_unified_are_one_process(
     family, cards, model, text_files, tmp_path, among, monkeypatch
 ):

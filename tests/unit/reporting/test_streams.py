@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import slow
+
 VERSION = Path(__file__).parents[2] / "golden" / "versions" / "0.1.0"
 ARTIFACT = VERSION / "artifact"
 
@@ -43,7 +45,7 @@ def test_a_full_disk_behind_stderr_changes_no_exit_code():
     assert ended("$Q verify $A > /dev/full 2> /dev/full")[0] == 5
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [slow(">&-"), slow("2>&-"), ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_change_no_exit_code(closed):
     assert ended(f"$Q verify $A {closed}")[0] == 0
     assert ended(f"$Q verify /nowhere {closed}")[0] == 3

@@ -492,6 +492,7 @@ def test_both_forms_of_tools_in_one_body_are_refused(plain, fields, told):
         assert answer.status == 422 and answer.json()["error_type"] == "tool_error"
 
 
+@pytest.mark.slow
 def test_calls_have_the_ids_that_kimi_goes_on_with(servers):
     """sgl-project/sglang#10607, getkimchi/kimchi#1063: with other ids the model ends its turn.
 

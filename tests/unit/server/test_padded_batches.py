@@ -1,5 +1,6 @@
 """A server of transformers' modules in padded batches, on a CPU and on a stand-in of Gaudi."""
 
+import itertools
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from quantflow.server.models import Models, open_model
 from quantflow.server.process import closing_lines, opening_lines
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.vllm import command_of
+from tests.shared import slow_but
 
 TEXTS = ("def main(", "import os\n", "class A:\n    def __init__(self, name):", "x", "return")
 LIMITS = Limits(max_input_tokens=24, max_total_tokens=40, max_batch_size=4)
@@ -61,6 +63,7 @@ def test_padded_batches_change_no_text_and_their_shapes_are_told(serve, expected
     )
 
 
+@pytest.mark.slow
 def test_a_choice_of_attention_reaches_the_modules_and_changes_no_text(serve, expected):
     for buckets in (Buckets(), BUCKETS):
         words = ("fused", "recompute")
@@ -122,9 +125,16 @@ BACKEND = {
 }
 
 
-@pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("lazy", "graphs", "limited"),
+    slow_but(
+        itertools.product([False, True], repeat=3),
+        (False, True, False),
+        (True, False, True),
+        (True, True, False),
+        (True, True, True),
+    ),
+)
 def test_the_mode_and_two_switches_say_what_is_captured(
     serve, expected, gaudi, lazy, graphs, limited
 ):

@@ -12,6 +12,7 @@ from quantflow.errors import InputError
 from quantflow.models import chat_template
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.shared import slow_but
 
 # The first message names the attack, so that one server and one process see all of them.
 ATTACKS = {
@@ -29,6 +30,7 @@ ATTACKS = {
     "python": ("{{ messages.__class__.__base__.__subclasses__() }}", "is unsafe"),
     "raise": ("{{ raise_exception('not\ntoday') }}", "not today"),
 }
+MOST = slow_but(ATTACKS, *ATTACKS.keys() - {"power"})  # of two that are ended by the clock one
 CASES = "".join(f"{{% elif word == '{name}' %}}{text}" for name, (text, _) in ATTACKS.items())
 TEMPLATE = f"""{{{{ bos_token }}}}{{% set word = messages[0].content %}}\
 {{% if false %}}{CASES}{{% else %}}\
@@ -80,7 +82,7 @@ def generator(artifact):
         yield generator
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", MOST)
 def test_a_server_refuses_a_hostile_template_and_answers_the_next_request(
     name, server, generator, seconds
 ):
@@ -99,7 +101,7 @@ def test_a_server_refuses_a_hostile_template_and_answers_the_next_request(
     assert server.generate("def", max_new_tokens=1).status == 200
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", MOST)
 def test_a_pipeline_refuses_a_hostile_template_with_a_sentence(name, generator, seconds):
     with pytest.raises(InputError, match="pipeline: refused by the chat template") as caught:
         generator(asks(name), max_new_tokens=2)
@@ -108,7 +110,7 @@ def test_a_pipeline_refuses_a_hostile_template_with_a_sentence(name, generator, 
     assert answer["generated_text"][-1]["role"] == "assistant"
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", MOST)
 def test_chat_refuses_a_hostile_template_with_a_sentence(
     name, artifact, hostile, seconds, monkeypatch, capsys
 ):

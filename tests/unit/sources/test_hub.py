@@ -157,6 +157,7 @@ def test_names_of_models_are_told_from_recipes(tmp_path, monkeypatch):
     assert {text: names_model(text) for text in named} == named
 
 
+@pytest.mark.slow
 def test_verbs_take_names_and_the_token_stays_unsaid(hub, tmp_path):
     home = tmp_path / "home"
     environment = {

@@ -136,6 +136,7 @@ def test_the_mend_lowers_the_divergence_as_predicted(
     assert mend["scheme"] in (None, "W5A16", "W6A16", "W8A16")
 
 
+@pytest.mark.slow
 def test_a_diagnosis_that_was_stopped_goes_on_after_its_last_pass(
     diagnosed, artifact, llama, text_files, tmp_path, monkeypatch
 ):
@@ -219,7 +220,7 @@ def test_windows_of_probes_are_spread_and_have_a_bound(lengths, windows):
 @pytest.mark.parametrize(
     "words",
     [
-        {"head": HeadSettings(scheme="W8A16")},
+        pytest.param({"head": HeadSettings(scheme="W8A16")}, marks=pytest.mark.slow),
         pytest.param({"scheme": "W8A16", "group_size": None}, marks=pytest.mark.slow),
     ],
 )
@@ -252,6 +253,7 @@ def test_a_model_that_does_not_fit_into_memory_is_not_continued_and_says_so(
     assert found["mend"] is not None
 
 
+@pytest.mark.slow
 def test_the_older_artifact_is_compared_without_a_diagnosis(
     artifact, artifact_of, llama, text_files, tmp_path, passes
 ):

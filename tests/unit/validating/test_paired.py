@@ -17,6 +17,7 @@ from quantflow.validating.paired import (
     recovery_bounds,
     window_scores,
 )
+from tests.shared import slow
 
 LENGTHS = [60, 90, 30, 80, 40]
 
@@ -111,6 +112,7 @@ def pair(generator, windows, *, worse=0.0):
     return one(worse), one(0.0)
 
 
+@pytest.mark.slow
 def test_a_thousand_pairs_that_do_not_differ_raise_the_false_alarms_that_the_bound_promises():
     generator = np.random.default_rng(7)
     metrics, alarms = ["ppl_ratio", "mean_kld", "top1_agreement"], 0
@@ -122,7 +124,7 @@ def test_a_thousand_pairs_that_do_not_differ_raise_the_false_alarms_that_the_bou
     assert alarms <= 71  # 5 % and three standard deviations of a thousand draws
 
 
-@pytest.mark.parametrize("windows", [8, 64])
+@pytest.mark.parametrize("windows", [8, slow(64)])
 def test_one_metric_alone_raises_five_alarms_in_a_hundred_also_for_few_windows(windows):
     generator = np.random.default_rng(11)
     alarms, passes = 0, 0

@@ -119,8 +119,8 @@ def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(
     ("name", "harm"),
     [
         ("floor.json", "changed"),
-        ("00002.hidden", "cut"),
-        ("00002.hidden", "changed"),
+        pytest.param("00002.hidden", "cut", marks=pytest.mark.slow),
+        pytest.param("00002.hidden", "changed", marks=pytest.mark.slow),
         ("00002.json", "changed"),
         pytest.param("floor.json", "cut", marks=pytest.mark.slow),
         pytest.param("floor.json", "removed", marks=pytest.mark.slow),
