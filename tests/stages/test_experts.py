@@ -4,6 +4,7 @@ They keep a ledger of tokens, and treat experts that got too few.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -124,6 +125,20 @@ def made(model, output, measurement, **words):
     )
 
 
+@pytest.fixture(scope="module")
+def nearest(starving, measurement, tmp_path_factory):
+    """The model rounded to nearest in four bits."""
+    words = {"scheme": "W4A16", "algorithm": "rtn", "group_size": 32}
+    return made(starving, tmp_path_factory.mktemp("nearest") / "q", measurement, **words)
+
+
+@pytest.fixture(scope="module")
+def rounded(starving, measurement, tmp_path_factory):
+    """The model by GPTQ, whose expert without tokens is rounded to nearest."""
+    folder = tmp_path_factory.mktemp("rounded") / "q"
+    return made(starving, folder, measurement, **GPTQ, experts="rtn")
+
+
 def layers(folder):
     return [json.loads(path.read_text()) for path in sorted((folder / "layers").glob("*.json"))]
 
@@ -222,25 +237,19 @@ def test_what_reads_no_statistics_needs_no_tokens(starving, measurement, tmp_pat
         assert [layer["experts"]["short"] for layer in layers(folder)] == [{}, {}]
 
 
-def test_rtn_rounds_the_short_expert_to_nearest_and_says_so(starving, measurement, tmp_path):
-    nearest = tensors(
-        made(
-            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
-        )
-    )
-    folder = made(starving, tmp_path / "q", measurement, **GPTQ, experts="rtn")
-    found = tensors(folder)
+def test_rtn_rounds_the_short_expert_to_nearest_and_says_so(rounded, nearest):
+    found, plain = tensors(rounded), tensors(nearest)
     same = {
         name
         for name in found
-        if torch.equal(found[name], nearest[name]) and name.endswith("weight_packed")
+        if torch.equal(found[name], plain[name]) and name.endswith("weight_packed")
     }
     assert same == {
         f"{expert(UNREACHED, layer)}.{linear}.weight_packed"
         for layer in (0, 1)
         for linear in ("w1", "w2", "w3")
     }
-    for layer, record in enumerate(layers(folder)):
+    for layer, record in enumerate(layers(rounded)):
         assert (
             record["decisions"][f"{expert(UNREACHED, layer)}.w2"]["experts"]
             == f"0 of {NEEDED} tokens: rounded to nearest"
@@ -257,7 +266,9 @@ def test_rtn_rounds_the_short_expert_to_nearest_and_says_so(starving, measuremen
         )
 
 
-def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measurement, tmp_path):
+def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(
+    starving, measurement, nearest, tmp_path
+):
     fewest = min(tokens_by_hand(starving, measurement)[0][:4])
     words = {**GPTQ, "expert_tokens": fewest + 1}
     folder = made(starving, tmp_path / "q", measurement, **words, experts="damp")
@@ -265,11 +276,7 @@ def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measure
     short = {name.rpartition(".")[0] for name in record["experts"]["short"]}
     assert expert(UNREACHED) in short and len(short) > 1
     plain = tensors(made(starving, tmp_path / "plain", measurement, **{**GPTQ, "expert_tokens": 0}))
-    nearest = tensors(
-        made(
-            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
-        )
-    )
+    to_nearest = tensors(nearest)
     for number in range(5):
         name = f"{expert(number)}.w2"
         assert ("experts" in record["decisions"][name]) == (expert(number) in short)
@@ -277,12 +284,14 @@ def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measure
             # of which nothing is known either way
             expert(number) not in short or number == UNREACHED
         )
-        assert torch.equal(found[f"{name}.weight_packed"], nearest[f"{name}.weight_packed"]) == (
+        assert torch.equal(found[f"{name}.weight_packed"], to_nearest[f"{name}.weight_packed"]) == (
             number == UNREACHED
         )
 
 
-def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measurement, tmp_path):
+def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(
+    starving, measurement, nearest, tmp_path
+):
     folder = made(starving, tmp_path / "q", measurement, **GPTQ, experts="all")
     tokens = json.loads((measurement / "measurement.json").read_text())["counts"]["tokens"]
     for layer, record in enumerate(layers(folder)):
@@ -293,13 +302,8 @@ def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measur
         # the ledger still says what the router did
         assert record["experts"]["tokens"][UNREACHED] == 0
         assert record["experts"]["short"] == {}
-    assert output_error(starving, folder, measurement) < 0.8 * output_error(
-        starving,
-        made(
-            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
-        ),
-        measurement,
-    )
+    error = output_error(starving, folder, measurement)
+    assert error < 0.8 * output_error(starving, nearest, measurement)
 
 
 @torch.no_grad()
@@ -482,9 +486,8 @@ def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(
     assert unseen == [f"{expert(UNREACHED, layer)}.w1" for layer in (0, 1)]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(starving, measurement, tmp_path):
-    whole = made(starving, tmp_path / "whole", measurement, **GPTQ, experts="rtn")
-    again = made(starving, tmp_path / "again", measurement, **GPTQ, experts="rtn")
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(starving, measurement, rounded, tmp_path):
+    again = shutil.copytree(rounded, tmp_path / "again")
     for name in ("layers/00001.safetensors", "layers/00001.json", "DONE.json"):
         (again / name).unlink()
     made(starving, tmp_path / "again", measurement, **GPTQ, experts="rtn")
@@ -494,7 +497,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(starving, measurement,
         "layers/00001.json",
         "canary.json",
     ):
-        assert (again / name).read_bytes() == (whole / name).read_bytes()
+        assert (again / name).read_bytes() == (rounded / name).read_bytes()
 
 
 def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_path):
@@ -542,10 +545,9 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
 
 
 @pytest.fixture(scope="module")
-def artifact(starving, measurement, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("artifact")
-    quantized = made(starving, folder / "q", measurement, **GPTQ, experts="rtn")
-    return export.run(ExportJob(source=quantized, output=folder / "a"), QUIET)
+def artifact(rounded, tmp_path_factory):
+    job = ExportJob(source=rounded, output=tmp_path_factory.mktemp("artifact") / "a")
+    return export.run(job, QUIET)
 
 
 def test_the_artifact_says_what_became_of_every_expert_and_router(artifact):

@@ -41,7 +41,7 @@ ENTRIES = {
         name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {"down": True}},)
     ),
 }
-SLOW = ("gptq", "searched smoothquant", "awq", "hadamard")  # the others run by default
+SLOW = ("gptq", "searched smoothquant", "awq", "signround", "hadamard")  # the others run by default
 EVERY = [
     pytest.param(entry, id=name, marks=[pytest.mark.slow] * (name in SLOW))
     for name, entry in ENTRIES.items()
@@ -80,6 +80,26 @@ def quantized(model, measurement, folder, entry):
     )
 
 
+@pytest.fixture(scope="module")
+def measurement(llama, text_files, tmp_path_factory):
+    return measured(llama, text_files, tmp_path_factory.mktemp("measured"))
+
+
+@pytest.fixture(scope="module")
+def result(llama, measurement, tmp_path_factory):
+    """A function from an entry to the files of its result, made on first use."""
+    found = {}
+
+    def make(entry):
+        name = next(name for name, each in ENTRIES.items() if each == entry)
+        if name not in found:
+            folder = tmp_path_factory.mktemp("result") / "out"
+            found[name] = files_of(quantized(llama, measurement, folder, entry))
+        return found[name]
+
+    return make
+
+
 class Stopped(BaseException):
     """What ends a run between two layers."""
 
@@ -109,9 +129,10 @@ def test_a_measurement_does_not_depend_on_cores(llama, text_files, tmp_path, mon
 
 
 @pytest.mark.parametrize("entry", EVERY)
-def test_quantized_layers_do_not_depend_on_cores(llama, text_files, tmp_path, monkeypatch, entry):
-    measurement = measured(llama, text_files, tmp_path / "measured")
-    expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
+def test_quantized_layers_do_not_depend_on_cores(
+    llama, measurement, result, tmp_path, monkeypatch, entry
+):
+    expected = result(entry)
     for workers in (1, 2):
         limit(monkeypatch, workers=workers)
         folder = quantized(llama, measurement, tmp_path / f"found-{workers}", entry)
@@ -134,15 +155,26 @@ def test_a_measurement_goes_on_at_the_layer_where_it_was_stopped(llama, text_fil
     assert files_of(rank_folder(tmp_path / "found", 0, 1)) == expected
 
 
-@pytest.mark.parametrize("entry", EVERY)
+QUICK = {  # what is lost -> of which entry by default
+    "nothing": "smoothquant",
+    "hidden states": "gptq on quantized inputs",
+    "damaged hidden states": "smoothquant",
+    "first layer": "signround",
+}
+
+
 @pytest.mark.parametrize(
-    "lost", ["nothing", "hidden states", "damaged hidden states", "first layer"]
+    ("entry", "lost"),
+    [
+        pytest.param(entry, lost, id=f"{lost}-{name}", marks=[pytest.mark.slow] * (name != quick))
+        for lost, quick in QUICK.items()
+        for name, entry in ENTRIES.items()
+    ],
 )
 def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(
-    llama, text_files, tmp_path, entry, lost
+    llama, measurement, result, tmp_path, entry, lost
 ):
-    measurement = measured(llama, text_files, tmp_path / "measured")
-    expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
+    expected = result(entry)
     job = QuantizeJob(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement)
     with pytest.raises(Stopped):
         quantize.run(job, StopAfter(1))

@@ -76,10 +76,11 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     """
     model = random_model(config) if model is None else model
     model.save_pretrained(folder)
-    checkpoint = open_checkpoint(folder).in_parts(graph_for(config).split)
+    graph, modules = graph_for(config), dict(model.named_modules())
+    checkpoint = open_checkpoint(folder).in_parts(graph.split)
     source = read_tensors(checkpoint, checkpoint.tensors)
     scheme_of = schemes if callable(schemes) else lambda name: schemes
-    chosen = {name: scheme_of(name) for name in graph_for(config).linears}
+    chosen = {name: scheme_of(name) for name in graph.linears}
     chosen = {name: scheme for name, scheme in chosen.items() if scheme is not None}
     headers = checkpoint.infos
     tensors, entries = {}, []
@@ -89,7 +90,7 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
         if linear_name in chosen:
             linear = _quantize(linear_name, tensor, chosen[linear_name])
             made = layout.encode(linear_name, linear)
-            module = dict(model.named_modules()).get(linear_name)
+            module = modules.get(linear_name)
         if linear_name in chosen and module is not None:  # transformers has experts in one tensor
             weight = linear.weight.dequantize()
             module.weight.data = weight.T if isinstance(module, Conv1D) else weight
@@ -112,9 +113,9 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     outside = ["lm_head", "embed_out", "model.decoder.project_in", "model.decoder.project_out"]
     ignore = [
         *(name for name in outside if f"{name}.weight" in source),
-        *graph_for(config).routers,
-        *graph_for(config).idle,
-        *(name for name in graph_for(config).linears if name not in chosen),
+        *graph.routers,
+        *graph.idle,
+        *(name for name in graph.linears if name not in chosen),
     ]
     _edit_config(
         folder,

@@ -97,6 +97,20 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, make_artifact):
+    """A function from a family and a scheme to an artifact, made on first use."""
+    folders = {}
+
+    def make(family, name):
+        if (family, name) not in folders:
+            folders[family, name] = tmp_path_factory.mktemp("artifact")
+            make_artifact(folders[family, name], MODELS[family], PRESETS[name])
+        return folders[family, name]
+
+    return make
+
+
 def reason_of(folder, change=None) -> str | None:
     """Run the check as export does, with a changed idea of what the model computes."""
     artifact = open_artifact(folder, backend="reference", verify=False)
@@ -116,9 +130,8 @@ def reason_of(folder, change=None) -> str | None:
 
 @pytest.mark.parametrize("name", ["W8A16", "W8A8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("family", MODELS)
-def test_what_transformers_computes_is_no_reason(family, name, tmp_path, make_artifact):
-    make_artifact(tmp_path, MODELS[family], PRESETS[name])
-    assert reason_of(tmp_path) is None
+def test_what_transformers_computes_is_no_reason(family, name, made):
+    assert reason_of(made(family, name)) is None
 
 
 def form(**changes):
@@ -163,9 +176,8 @@ WRONG = [
 
 @pytest.mark.parametrize("name", ["W8A16", "W8A8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize(("family", "change", "where"), WRONG)
-def test_whatever_is_left_out_is_named(family, change, where, name, tmp_path, make_artifact):
-    make_artifact(tmp_path, MODELS[family], PRESETS[name])
-    told = reason_of(tmp_path, change)
+def test_whatever_is_left_out_is_named(family, change, where, name, made):
+    told = reason_of(made(family, name), change)
     assert told is not None and told.startswith(
         f"{where}: it differs from transformers' modules by "
     )
