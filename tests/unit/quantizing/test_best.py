@@ -126,18 +126,26 @@ def test_ranks_that_share_the_text_measure_summands(
         )
 
 
-def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as_well(
-    llama, text_files, measured, best, tmp_path, monkeypatch
-):
-    """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
-    monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
+@pytest.fixture(scope="module")
+def in_bfloat16(tmp_path_factory, llama, text_files):
+    """What gradients alone are measured in where the device multiplies in bfloat16."""
     job = MeasureJob(
         model=llama,
-        output=tmp_path / "1",
+        output=tmp_path_factory.mktemp("in_bfloat16"),
         calibration=calibration(text_files),
         options=Measure(stats=("gradient",)),
     )
-    alone = rank_folder(measure.run(job, QUIET), 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(determinism, "products", lambda _device: torch.bfloat16)
+        return rank_folder(measure.run(job, QUIET), 0, 1)
+
+
+def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as_well(
+    llama, in_bfloat16, measured, best, tmp_path, monkeypatch
+):
+    """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
+    alone = in_bfloat16
     found, exact = (load_file(folder / "statistics.safetensors") for folder in (alone, measured))
     for key in [key for key in exact if key.endswith("gradient_sum")]:
         error = float((found[key] - exact[key]).norm() / exact[key].norm())
@@ -216,23 +224,21 @@ def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(
 
 
 def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_wherever_it_stopped(
-    llama, text_files, tmp_path, monkeypatch
+    llama, text_files, in_bfloat16, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
+    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 3)
     job = MeasureJob(
         model=llama,
-        output=tmp_path / "1",
+        output=tmp_path / "2",
         calibration=calibration(text_files),
         options=Measure(stats=("gradient",)),
     )
-    once = rank_folder(measure.run(job, QUIET), 0, 1)
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 3)
-    job = replace(job, output=tmp_path / "2")
     with pytest.raises(Stopped):
         measure.run(job, stopping(inside="sequence 3 of 6"))
     again = rank_folder(measure.run(job, QUIET), 0, 1)
     for name in ("statistics.safetensors", "measurement.json"):
-        assert (again / name).read_bytes() == (once / name).read_bytes()
+        assert (again / name).read_bytes() == (in_bfloat16 / name).read_bytes()
 
 
 def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(
