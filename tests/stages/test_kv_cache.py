@@ -571,6 +571,7 @@ def test_gaudis_files_give_one_scale_of_a_cache_and_none_of_a_head(
     assert "or use per_tensor: Gaudi's files hold one maximum of a cache" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_chosen_schemes_are_settled_with_the_cache_and_their_recipe_repeats_it(
     llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_the_artifact_is_what_stock_transformers_runs(
         assert found.outcome in ("pass", "fail", "inconclusive")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, tmp_path):
     """Transformers splits the tower's queries, keys and values while it loads them.
@@ -141,7 +142,8 @@ def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, 
         assert float((logits - stock).norm() / stock.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("family", slow_but(KINDS, "mllama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, measured, tmp_path):
     model, entry = family_model(family), ENTRIES["signround"]
     whole = quantflow.quantize(

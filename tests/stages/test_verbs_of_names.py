@@ -98,6 +98,7 @@ def test_export_takes_an_artifact_by_its_name(hub, made, tmp_path):
     assert here.read_bytes() == there.read_bytes()
 
 
+@pytest.mark.slow
 def test_validate_takes_an_artifact_by_its_name_and_reports_here(hub, made, text_files, tmp_path):
     words = ("--text", text_files["heldout"], "--baseline", "org/llama", "-q")
     assert run("validate", "org/w8a16", *words) in (0, 4)

@@ -391,6 +391,7 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_text_measure_the_same_sensitivities(
     llama, text_files, measured, tmp_path
 ):
@@ -513,6 +514,7 @@ def test_limits_that_no_candidates_keep_are_refused_with_what_they_take(llama):
         _ = mixture(llama, wanting(max_kld=1.0)).picks
 
 
+@pytest.mark.slow
 def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured, tmp_path):
     fixed = Override(match="re:.*down_proj$", scheme="W8A16")
     entry = replace(

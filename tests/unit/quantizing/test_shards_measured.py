@@ -91,7 +91,6 @@ def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
         [(scheme, ranks) for scheme in ("FP8", "W8A8_STATIC", "W8A16") for ranks in (2, 4)],
         ("FP8", 4),
         ("W8A8_STATIC", 2),
-        ("W8A16", 4),
     ),
 )
 def test_shards_unified_hold_the_tensors_of_one_process(

@@ -53,7 +53,7 @@ from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import load
 from quantflow.runtime.transformers_decoder import TransformersDecoder
-from tests.shared import slow_but
+from tests.shared import slow, slow_but
 
 ROOT = Path(__file__).resolve().parents[3]
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
@@ -823,7 +823,7 @@ def test_fifty_prompts_continue_with_the_64_tokens_of_transformers(example):
     assert torch.equal(generate(decoder, tokens, padding=padding, max_new_tokens=64), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, example):
     folder, _ = example
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")

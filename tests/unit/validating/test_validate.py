@@ -263,6 +263,7 @@ def spoiled(artifact, tmp_path_factory):
 LOOSE = "thresholds: {ppl_ratio: 2.0, mean_kld: 2.0, kld_p999: 20.0, top1_agreement: 0.1}\n"
 
 
+@pytest.mark.slow
 def test_scales_that_are_too_large_in_one_layer_are_a_regression_and_the_other_way_is_a_pass(
     artifact, spoiled, llama, text_files, tmp_path, layers_run
 ):
@@ -321,6 +322,7 @@ def test_validations_of_other_windows_are_no_pairs(artifact, llama, text_files, 
         validate.run(short, QUIET)
 
 
+@pytest.mark.slow
 def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(
     artifact, llama, text_files, tmp_path
 ):

@@ -161,7 +161,7 @@ def test_ids_beyond_the_head_are_passed_over():
         {"bad_words": ((200,), (321, 13))},
         slow({"min_new_tokens": 6}),
         {"min_length": 14},
-        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3},
+        slow({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3}),
     ],
 )
 def test_rules_give_the_tokens_of_transformers(tiny, rows, peer, rules):
