@@ -15,7 +15,7 @@ from torch.nn import functional
 from quantflow.core.device import HOST, Device
 from quantflow.core.groups import spans
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.numerics.product import operand, product
+from quantflow.numerics.product import filled, operand, product
 
 # The numbers of rows are part of the result's last digits, so they never change.
 LINEAR_ROWS = 256  # rows of a linear's weight that are converted at once, in a core's cache
@@ -304,17 +304,20 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """The output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
+    tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     # a device converts the whole weight at once
     if linear.weight.dtype == dtype or linear.weight.device.type != "cpu":
-        return product(operand(x.to(dtype)), linear.weight.to(dtype), linear.bias)
-    tokens = x.reshape(-1, x.shape[-1])  # [N, I]
+        left = operand(filled(tokens.to(dtype)))
+        output = product(left, linear.weight.to(dtype), linear.bias)[: len(tokens)]
+        return output.reshape(*x.shape[:-1], linear.weight.shape[0])  # [..., O]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype, device=tokens.device)
     for some in spans(len(tokens), LINEAR_TOKENS):
         # a family may have converted its input to the dtype of the weight
-        left = operand(tokens[some].to(dtype))
+        left = operand(filled(tokens[some].to(dtype)))
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
             bias = None if linear.bias is None else linear.bias[rows]
-            output[some, rows] = product(left, linear.weight[rows].to(dtype), bias)
+            made = product(left, linear.weight[rows].to(dtype), bias)
+            output[some, rows] = made[: some.stop - some.start]
     return output.reshape(*x.shape[:-1], linear.weight.shape[0])  # [..., O]
 
 

@@ -6,6 +6,10 @@ half the time. Both are float32 throughout and differ in the order of their sums
 shape on one thread is always the same. oneDNN is reached by `Tensor.to_mkldnn`, a copy that some
 dozens of rows repay: for calibration text, not for a token at a time.
 
+It compiles code for every shape that it meets, and keeps it: half a megabyte and a millisecond of
+each. The router of a mixture sends another number of tokens to every expert in every sequence, so
+their rows are filled up to few numbers (`filled`).
+
 bfloat16: oneDNN needs AVX-512 for it. Without it, torch's default is several times slower than
 float32, so matrices are widened: products of two bfloat16 are exact in float32, and both ways
 differ in the order of their sums alone.
@@ -22,14 +26,29 @@ from torch.overrides import TorchFunctionMode
 from quantflow.core.groups import spans
 
 _WIDENED = 1 << 22  # weights that are widened at once, 16 MiB
+FILLED = 64  # rows are filled up to a multiple of these
 
 
 def operand(x: Tensor) -> Tensor:
     """The first operand of `product`: a oneDNN copy of x [..., I] where that is faster, else x."""
+    return x.to_mkldnn() if _copied(x) else x
+
+
+def filled(x: Tensor) -> Tensor:
+    """Rows x [N, I] and rows of zeros up to a multiple of FILLED, where `operand` copies x; else x.
+
+    A single row stays alone, since oneDNN has other code for it. Other rows keep their bits, and so
+    does a sum over the rows.
+    """
+    missing = -len(x) % FILLED if len(x) > 1 and _copied(x) else 0
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _copied(x: Tensor) -> bool:
+    """Whether oneDNN multiplies x, and faster than torch's default."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
     there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    faster = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return x.to_mkldnn() if fits and there and faster else x
+    return fits and there and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

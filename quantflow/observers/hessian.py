@@ -9,7 +9,7 @@ from torch import Tensor
 from quantflow.core.groups import spans
 from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
-from quantflow.numerics.product import operand, product
+from quantflow.numerics.product import FILLED, filled, operand, product
 from quantflow.numerics.statistics import ADDED, COUNT, Statistic
 
 # Both are part of the result, because the shape of a product chooses its kernel.
@@ -236,6 +236,7 @@ def folding_bytes(features: int, samples: int) -> int:
     twice.
     """
     wide = min(features, COLUMNS)
+    samples += -samples % FILLED
     return 4 * ((wide + 2 * ROWS) * samples + 2 * ROWS * wide)
 
 
@@ -252,11 +253,11 @@ def _zeros(features: int, *, device: torch.device) -> list[Tensor]:
 
 
 def _turned(rows: Tensor, columns: slice) -> Tensor:
-    """Some columns of rows [N, K], transposed and contiguous, [C, N].
+    """Some columns of rows [N, K], `filled`, transposed and contiguous, [C, N or more].
 
-    Each of the two steps is one that torch does quickly.
+    Each of the steps is one that torch does quickly.
     """
-    return rows[:, columns].contiguous().T.contiguous()
+    return filled(rows[:, columns].contiguous()).T.contiguous()
 
 
 def _popped(strips: list[Tensor]) -> Iterator[Tensor]:

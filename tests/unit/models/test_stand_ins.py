@@ -82,6 +82,26 @@ def test_a_linear_in_parts_takes_any_number_of_tokens(shape):
     assert found.shape == wanted.shape and torch.allclose(found.double(), wanted, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    not operand(torch.ones(1, 1)).is_mkldnn, reason="torch's default keeps nothing of a shape"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linears_of_experts_in_parts_multiply_few_shapes(monkeypatch, dtype):
+    shapes = set()
+
+    def noted(left, right, bias):
+        shapes.add(left.shape)
+        return product(left, right, bias)
+
+    monkeypatch.setattr("quantflow.models.stand_ins.product", noted)
+    linear = nn.Linear(8, 4, bias=False).requires_grad_(False)
+    linear.weight = nn.Parameter(torch.ones(4, 8, dtype=dtype), requires_grad=False)
+    with in_parts([linear], dtype=torch.float32):
+        for tokens in range(2, 130):
+            assert torch.equal(linear(torch.ones(tokens, 8)), torch.full((tokens, 4), 8.0))
+    assert shapes == {(64, 8), (128, 8), (192, 8)}
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 600])
 def test_gradients_flow_through_a_weight_that_needs_no_conversion_as_through_a_linear(tokens):
     torch.manual_seed(0)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.core.parallel import Workers
-from quantflow.numerics.product import operand, product, widened
+from quantflow.numerics.product import FILLED, filled, operand, product, widened
+from quantflow.observers.hessian import HessianObserver
 
 FAST = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -80,6 +81,58 @@ def test_what_does_not_fit_stays_as_it_is(x):
 @pytest.mark.skipif(not FAST, reason="torch multiplies as it would anyhow")
 def test_the_other_library_is_taken_where_it_is_faster():
     assert operand(torch.ones(2, 3)).is_mkldnn
+
+
+@pytest.mark.skipif(not FAST, reason="rows are filled up where operands are copied")
+@pytest.mark.parametrize(("rows", "wanted"), [(2, 64), (63, 64), (65, 128)])
+def test_rows_are_filled_up_with_zeros(rows, wanted):
+    found = filled(torch.ones(rows, 3))
+    assert found.shape == (wanted, 3)
+    assert torch.equal(found[:rows], torch.ones(rows, 3)) and not found[rows:].any()
+
+
+@pytest.mark.parametrize("x", [torch.ones(1, 3), torch.ones(128, 3), torch.ones(65, 3).double()])
+def test_one_row_and_full_rows_and_what_is_not_copied_are_not_filled_up(x):
+    assert filled(x) is x
+
+
+@pytest.mark.parametrize("features", [40, 256, 1100])
+@pytest.mark.parametrize("rows", [2, 9, 63, 65, 130, 511])
+def test_rows_that_are_filled_up_keep_their_bits(rows, features):
+    generator = torch.Generator().manual_seed(rows)
+    left, right = (torch.randn(n, features, generator=generator) for n in (rows, 96))
+    found = product(operand(filled(left)), right)[:rows]
+    assert torch.equal(found, product(operand(left), right))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 63, 65, 130, 511])
+def test_sums_over_rows_that_are_filled_up_keep_their_bits(rows):
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows))
+    observer = HessianObserver(96)
+    observer.update(x)
+    turned = x.T.contiguous()
+    whole = product(operand(turned), turned)
+    assert torch.equal(observer.state()["hessian_sum"].tril(), whole.tril())
+    assert observer.state()["count"] == rows
+
+
+@pytest.mark.skipif(not FAST, reason="torch's default keeps nothing of a shape")
+def test_a_hessian_of_any_number_of_rows_multiplies_few_shapes(monkeypatch):
+    """Each shape would cost half a megabyte, and experts get any number of rows."""
+    shapes = set()
+
+    def noted(left, right):
+        shapes.add((left.shape, right.shape))
+        return product(left, right)
+
+    monkeypatch.setattr("quantflow.observers.hessian.product", noted)
+    observer = HessianObserver(32)
+    for rows in range(2, 200):
+        observer.update(torch.ones(rows, 32))
+    assert len(shapes) == 200 // FILLED + 1
+    assert torch.equal(
+        observer.state()["hessian_sum"], torch.full((32, 32), float(sum(range(2, 200))))
+    )
 
 
 @pytest.fixture(params=["AVX2", "AVX512"])
