@@ -1,7 +1,8 @@
 """Installed beside vLLM, quantflow changes none of its versions: pip's resolver is asked.
 
-vLLM pins torch, transformers and the server's packages, so ranges of ours that exclude what it pins
-would break one of the two.
+vLLM pins torch, transformers and the server's packages, so ranges of ours that exclude what it
+pins would break one of the two. Gaudi's toolkit is the extra `inc`: it takes the versions that are
+pinned here.
 """
 
 import json
@@ -44,3 +45,11 @@ def test_pip_installs_quantflow_beside_vllm_and_changes_none_of_its_versions(tmp
     assert len(alone) > 50 and "torch" in alone
     assert {name: both.get(name) for name in alone} == alone
     assert "quantflow-llm" in both
+
+
+def test_the_extra_of_gaudis_toolkit_installs_it_beside_the_pinned_versions(tmp_path):
+    pip(tmp_path, "--target", str(tmp_path / "pip"), "pip>=25")
+    constraints = ROOT / "constraints.txt"
+    both = resolved(tmp_path, "-c", str(constraints), f"{ROOT}[inc]")
+    assert "quantflow-llm" in both
+    assert f"neural-compressor-pt=={both['neural-compressor-pt']}\n" in constraints.read_text()

@@ -229,7 +229,7 @@ def test_packages_are_pinned_and_those_of_tasks_and_servers_are_extras():
     )
     assert base <= pinned
     # what LangChain needs is in no environment of the tests
-    for name in ("eval", "serve", "sign", "tokenizers", "dev"):
+    for name in ("eval", "inc", "serve", "sign", "tokenizers", "dev"):
         assert names(extras[name]) <= pinned and not names(extras[name]) & base, name
 
 

@@ -1,12 +1,13 @@
 """A Hugging Face folder as data: its config, its files, and the place of each tensor.
 
-No weight is read. Weights are safetensors. The one pickle that is accepted as weights is IPEX's
-low-precision checkpoint, through a restricted reader (torch_file.py): no other file holds such
-weights.
+No weight is read. Weights are safetensors. The one pickle that is accepted as weights is a
+low-precision checkpoint, as IPEX takes it, through a restricted reader (torch_file.py). Its linears
+have the names of IPEX 2.1, of GPTQ or AWQ (IPEX 2.3 and later), or those that the folder's
+quantization config tells with IPEX's own keys (`KEYS`).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,19 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-# quant_method, ending of the file, ending of a linear's first tensor
-LOW_PRECISION = ("ipex-low-precision", ".pt", ".packed_weight")
+# quant_method, ending of the file
+LOW_PRECISION = ("ipex-low-precision", ".pt")
+# keys of IPEX's checkpoint config -> what a linear's tensors are called without one
+KEYS = {
+    "weight_key": "packed_weight",
+    "scale_key": "scale",
+    "zero_point_key": "packed_zp",
+    "bias_key": "bias",
+}
+_OPTIONAL = frozenset({"zero_point_key", "bias_key"})
+_GPTQ_WEIGHT = ".qweight"  # of GPTQ and AWQ alike
+# a tensor of neural-compressor 3 beside each weight, for Gaudi alone -> what it is
+_SCALE_ON_GAUDI = (".scale_bf16_to_fp8", "the scale of inputs that Gaudi rounds to FP8 (W4A8)")
 LOW_PRECISION_NAME = "gptq_checkpoint_g"  # beginning of the name that other programs give the file
 # Numbers of config.json that decide how much is allocated before a tensor is read. None may be
 # larger than the number of tensors (_COUNTS) or of bytes (_SIZES).
@@ -159,8 +171,8 @@ class Checkpoint:
                     f"{name}: is {own}, as {stored_names.get(own, own)} is", "remove one of the two"
                 )
             tensors[own] = (file, replace(info, name=own))
-            if own != name:
-                stored_names[own] = name
+            if own != (stored := self.stored_names.get(name, name)):
+                stored_names[own] = stored
         return replace(self, tensors=tensors, stored_names=stored_names)
 
     def without(self, reasons: Mapping[str, str]) -> "Checkpoint":
@@ -267,14 +279,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             _refuse_special(folder, listing, name)
             refuse_small_pointer(folder / name)
     table, where = quantization_in(folder, config)
-    index, notes = "", list[str]()
-    single = low_precision_file(folder, listing.files)
+    index, notes, spelled = "", list[str](), dict[str, str]()
+    single = low_precision_file(folder, listing.files, config=config)
     if single is not None:
-        tensors = {
-            name: (single, info) for name, info in read_torch_header(folder / single).items()
-        }
-        # the file itself does not name its quant_method
-        table, where = {"quant_method": LOW_PRECISION[0]}, single
+        infos = read_torch_header(folder / single)
+        tensors = {name: (single, info) for name, info in infos.items()}
+        if _has_keys(table) or not any(name.endswith(_GPTQ_WEIGHT) for name in infos):
+            keys = _stated_keys(table, place=f"{folder}/{where}") if _has_keys(table) else KEYS
+            spelled = names_by_keys(infos, keys, place=f"{folder / single}")
+            # the file itself does not name its quant_method
+            table, where = {"quant_method": LOW_PRECISION[0]}, single
     elif _has_index(folder, listing):
         index = INDEX
         tensors, notes = _read_shards(folder, listing)
@@ -300,7 +314,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     elif where:
         config = _without(config, table)
     _check_numbers(config, tensors, str(folder / CONFIG))
-    return Checkpoint(
+    found = Checkpoint(
         folder=folder,
         config=config,
         tensors=tensors,
@@ -311,6 +325,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         rewritten=today is not None,
         notes=tuple(notes),
     )
+    found = found.renamed(spelled) if spelled else found
+    ending, what = _SCALE_ON_GAUDI
+    apart = {name: what for name in tensors if name.endswith(ending)}
+    return found.without(apart) if apart else found
 
 
 def _refuse_special(folder: Path, listing: Listing, name: str) -> None:
@@ -337,7 +355,7 @@ def is_quantized(folder: Path, config: Mapping[str, Any]) -> bool:
     """
     if quantization_in(folder, config)[1]:
         return bool(open_checkpoint(folder).quantized_by)
-    return low_precision_file(folder) is not None
+    return low_precision_file(folder, config=config) is not None
 
 
 def _is_plain(tensors: Mapping[str, tuple[str, TensorInfo]]) -> bool:
@@ -416,19 +434,21 @@ def _without(config: Mapping[str, Any], table: Any) -> dict[str, Any]:
     return cleaned
 
 
-def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str | None:
-    """The low-precision checkpoint of IPEX that holds a folder's weights; None without one.
+def low_precision_file(
+    folder: Path, files: Sequence[str] | None = None, *, config: Mapping[str, Any]
+) -> str | None:
+    """The low-precision checkpoint that holds a folder's weights; None without one.
 
     Args:
         folder: folder of a model.
         files: its files, where they were listed before.
+        config: content of its config.json.
 
     Raises:
         InputError: a file with such a name is damaged, or its pickle asks for more than tensors.
     """
     names = [path.name for path in folder.iterdir()] if files is None else files
-    _, ending, part = LOW_PRECISION
-    candidates = [name for name in names if name.endswith(ending) and "/" not in name]
+    candidates = [name for name in names if name.endswith(LOW_PRECISION[1]) and "/" not in name]
     if {SINGLE, INDEX} & set(names) or len(candidates) != 1:
         return None
     try:
@@ -437,7 +457,75 @@ def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str 
         if candidates[0].startswith(LOW_PRECISION_NAME):
             raise
         return None
-    return candidates[0] if any(name.endswith(part) for name in infos) else None
+    table, where = quantization_in(folder, config)
+    if _has_keys(table):
+        return candidates[0]
+    endings = (f".{KEYS['weight_key']}", *([_GPTQ_WEIGHT] if where else []))
+    return candidates[0] if any(name.endswith(endings) for name in infos) else None
+
+
+def _has_keys(table: Any) -> bool:
+    """Whether a quantization config tells names of tensors in the words of IPEX."""
+    return isinstance(table, dict) and not KEYS.keys().isdisjoint(table)
+
+
+def _stated_keys(table: Mapping[str, Any], *, place: str) -> dict[str, str]:
+    """IPEX's checkpoint config in a quantization config: what the tensors of a linear are called.
+
+    Raises:
+        InputError: a key is missing, no name, or names what another one names.
+    """
+    keys = {key: table.get(key, KEYS[key] if key in _OPTIONAL else None) for key in KEYS}
+    for key, name in keys.items():
+        if not isinstance(name, str) or not name:
+            raise InputError(
+                f"{place}: {key} is {name!r}, the name of a linear's tensor is needed",
+                f"write {', '.join(KEYS)}; the last two may be left out",
+            )
+    if len(set(keys.values())) < len(keys):
+        raise InputError(
+            f"{place}: {', '.join(keys)} are {', '.join(keys.values())}, four names are needed",
+            "give each tensor a name of its own",
+        )
+    return keys
+
+
+def names_by_keys(names: Collection[str], keys: Mapping[str, str], *, place: str) -> dict[str, str]:
+    """Names of a low-precision checkpoint's tensors -> their names with `KEYS`, of each linear.
+
+    A linear is what has a weight and a scale by `keys`, and zero points where these have another
+    name than in `KEYS`. Other tensors keep their names, so that quantized weights may be called
+    `weight` as those of norms are.
+
+    Args:
+        names: every tensor of the file.
+        keys: key of `KEYS` -> what the tensor is called in the file.
+        place: the file, for messages.
+
+    Raises:
+        InputError: nothing has such names.
+    """
+    weight = f".{keys['weight_key']}"
+    beside = [keys["scale_key"]]
+    if keys["zero_point_key"] != KEYS["zero_point_key"]:
+        beside.append(keys["zero_point_key"])
+    known = frozenset(names)
+    linears = [
+        linear
+        for linear in (name.removesuffix(weight) for name in names if name.endswith(weight))
+        if all(f"{linear}.{leaf}" in known for leaf in beside)
+    ]
+    if not linears:
+        raise InputError(
+            f"{place}: no linear has tensors {', '.join([weight[1:], *beside])}, the names of its "
+            "checkpoint and of its config do not match",
+            f"put the names into quant_config.json: {', '.join(KEYS)}",
+        )
+    return {
+        f"{linear}.{keys[key]}": f"{linear}.{leaf}"
+        for linear in linears
+        for key, leaf in KEYS.items()
+    }
 
 
 def _check_numbers(

@@ -18,6 +18,8 @@ G = I / group_size groups is stored as
 4. A file without zero points is of symmetric weights, whose codes are two's complement: the lowest
    four bits of qvalue.
 5. IPEX 2.8 takes GPTQ's and AWQ's layouts instead, and none of these names.
+6. Other names are told by the folder (`quantflow.files.checkpoint.KEYS`): neural-compressor 3 packs
+   so under `qweight`, `scales` and `qzeros`, without its option `use_optimum_format`.
 
 Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1),
 and IPEX 2.1, `ipex.optimize_transformers(low_precision_checkpoint=...)`.
@@ -35,7 +37,7 @@ from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
-from quantflow.files.checkpoint import LOW_PRECISION, LOW_PRECISION_NAME
+from quantflow.files.checkpoint import KEYS, LOW_PRECISION, LOW_PRECISION_NAME
 from quantflow.formats.weight_layout import (
     SAME_NAMES,
     Infos,
@@ -54,7 +56,8 @@ from quantflow.formats.weight_layout import (
 NAME = "ipex"
 METHOD = LOW_PRECISION[0]
 _BITS, _PER_WORD = 4, 8
-_WEIGHT, _SCALE, _ZEROS, _ORDER = "packed_weight", "scale", "packed_zp", "gptq_perm"
+_WEIGHT, _SCALE, _ZEROS = (KEYS[key] for key in ("weight_key", "scale_key", "zero_point_key"))
+_ORDER = "gptq_perm"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named, preset
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import names_by_keys
 from quantflow.formats import LAYOUTS
 from quantflow.formats.ipex import IPEXLayout
 from quantflow.formats.weight_layout import integers
@@ -281,3 +283,127 @@ def test_a_damaged_checkpoint_is_refused_and_other_pickles_stay_what_they_are(
         run("inspect", folder) == 3
         and "pickled weights and no safetensors" in capsys.readouterr().err
     )
+
+
+NAMES = {"weight_key": "w", "scale_key": "s", "zero_point_key": "z"}
+
+
+@pytest.fixture
+def renamed(exported, tmp_path):
+    """The folder with other names of the linears' tensors, and the config that tells them."""
+
+    def make(keys, *, place="quant_config.json"):
+        table = torch.load(exported / "gptq_checkpoint_g32.pt", weights_only=True)
+        usual = {"packed_weight": "weight_key", "scale": "scale_key", "packed_zp": "zero_point_key"}
+        other = {}
+        for name, value in table.items():
+            linear, _, leaf = name.rpartition(".")
+            other[f"{linear}.{keys[usual[leaf]]}" if leaf in usual else name] = value
+        folder = shutil.copytree(exported, tmp_path / "renamed")
+        (folder / "gptq_checkpoint_g32.pt").unlink()
+        if keys["weight_key"] == "qweight":
+            other[f"{DOWN}.scale_bf16_to_fp8"] = torch.zeros(1, dtype=torch.bfloat16)
+        torch.save(other, folder / "theirs.pt")
+        if place == "config.json":
+            config = json.loads((folder / place).read_text()) | {"quantization_config": keys}
+            (folder / place).write_text(json.dumps(config))
+        else:
+            (folder / place).write_text(json.dumps(keys))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        (NAMES, "quant_config.json"),
+        # AutoGPTQ's names over IPEX's packing, as neural-compressor 3 writes them
+        (
+            {"weight_key": "qweight", "scale_key": "scales", "zero_point_key": "qzeros"},
+            "quantize_config.json",
+        ),
+        # the name that norms and embeddings have too
+        ({"weight_key": "weight", "scale_key": "q.s", "zero_point_key": "q.z"}, "config.json"),
+    ],
+)
+def test_other_names_of_the_keys_are_told_by_the_checkpoints_config(
+    artifact, renamed, tmp_path, capsys, keys, place
+):
+    folder = renamed(keys, place=place)
+    assert run("diff", folder, artifact, "--values") == 0
+    capsys.readouterr()
+    assert run("inspect", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quant_method"], found["verified"]) == ("ipex-low-precision", 14)
+    line = ("export", folder, "-o", tmp_path / "ipex", "--format", "ipex", "-q")
+    assert run(*line) == 0
+    table = torch.load(tmp_path / "ipex" / "gptq_checkpoint_g32.pt", weights_only=True)
+    assert f"{DOWN}.packed_weight" in table
+    assert not (tmp_path / "ipex" / "quant_config.json").exists()
+    assert not (tmp_path / "ipex" / "quantize_config.json").exists()
+    assert run("diff", tmp_path / "ipex", artifact, "--values") == 0
+
+
+def test_a_bias_by_another_name_is_the_linears():
+    names = ("a.w", "a.s", "a.z", "a.b", "norm.w", "norm.b")
+    spelled = names_by_keys(names, NAMES | {"bias_key": "b"}, place="x.pt")
+    assert [spelled.get(name, name) for name in names] == [
+        "a.packed_weight",
+        "a.scale",
+        "a.packed_zp",
+        "a.bias",
+        "norm.w",
+        "norm.b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight_key": "v"}, "do not match"),
+        ({"scale_key": "t"}, "do not match"),
+        ({"zero_point_key": "t"}, "do not match"),
+        ({"weight_key": None}, "weight_key is None"),
+        ({"scale_key": 3}, "scale_key is 3"),
+        ({"scale_key": "w"}, "four names are needed"),
+    ],
+)
+def test_a_config_whose_names_are_not_the_checkpoints_is_refused(renamed, capsys, change, said):
+    folder = renamed(NAMES)
+    (folder / "quant_config.json").write_text(json.dumps(NAMES | change))
+    assert run("inspect", folder) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_two_sets_of_names_in_one_file_are_refused(renamed, capsys):
+    folder = renamed(NAMES)
+    table = torch.load(folder / "theirs.pt", weights_only=True)
+    table[f"{DOWN}.packed_weight"] = table[f"{DOWN}.w"]
+    torch.save(table, folder / "theirs.pt")
+    assert run("inspect", folder) == 3
+    assert f"{DOWN}.packed_weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_a_pt_file_with_gptqs_or_awqs_names_is_read_as_its_config_says(
+    artifact, tmp_path, capsys, layout
+):
+    """What IPEX since 2.3 calls a low-precision checkpoint."""
+    folder = tmp_path / layout
+    assert run("export", artifact, "-o", folder, "--format", layout, "-q") == 0
+    torch.save(load_file(folder / "model.safetensors"), folder / "gptq_checkpoint.pt")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    name = {"gptq": "quantize_config.json", "awq": "quant_config.json"}[layout]
+    (folder / name).write_text(json.dumps(config.pop("quantization_config")))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantflow.json").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert run("inspect", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["configuration"], found["verified"]) == (layout, name, 14)
+    assert run("diff", folder, artifact, "--values") == 0
+    (folder / name).unlink()
+    assert run("inspect", folder) == 3
+    assert "pickled weights and no safetensors" in capsys.readouterr().err
