@@ -34,7 +34,10 @@ def resolved(folder, *asked):
     report = folder / f"{len(asked)}.json"
     pip(folder, "--dry-run", "--ignore-installed", "--report", str(report), *asked)
     packages = json.loads(report.read_text())["install"]
-    return {each["metadata"]["name"].lower(): each["metadata"]["version"] for each in packages}
+    return {
+        each["metadata"]["name"].lower().replace("_", "-"): each["metadata"]["version"]
+        for each in packages
+    }
 
 
 def test_pip_installs_quantflow_beside_vllm_and_changes_none_of_its_versions(tmp_path):
