@@ -191,7 +191,8 @@ def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rou
     small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)
     # the inputs of one sequence of ten tokens, and its products while the Hessian adds them
     inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512
-    product += 4 * 10 * (512 + 2 * 256)  # the inputs transposed: all columns, and a strip twice
+    # the inputs transposed, filled up to 64 rows: all columns, and a strip twice
+    product += 4 * 64 * (512 + 2 * 256)
     assert gptq.peaks[1][0] - rtn.peaks[1][0] == 3 * small + large + inputs + product
     making, rounding = 2, 3  # the first group's, behind the embedding and the forward
     assert gptq.peaks[making][0] - rtn.peaks[making][0] == 4 * 256**2 + 3 * small + large
