@@ -96,6 +96,7 @@ class Browser:
 
     def picture(self, name):
         if PICTURES:
+            Path(PICTURES).mkdir(parents=True, exist_ok=True)
             Path(PICTURES, f"{name}.png").write_bytes(
                 base64.b64decode(self.call("GET", "/screenshot"))
             )
