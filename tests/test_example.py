@@ -274,7 +274,7 @@ def mean_kld(
 
 
 @needs_weights
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(
     text: Path, tmp_path: Path
 ) -> None:
@@ -293,7 +293,7 @@ def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_bet
 
 
 @needs_weights
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_to_nearest(
     text: Path, tmp_path: Path
 ) -> None:
