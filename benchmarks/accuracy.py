@@ -145,6 +145,7 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
     told: dict[str, Any] = {"environment": dict(row.environment), "where": place.output}
     steps = [run(command, log=log, **told) for command in row.commands]
     report: dict[str, Any] = {}
+    more: dict[str, float] = {}
     if row.after is not None:
         run(row.after, log=log, **told)
     if (place.output / "report.json").exists():
@@ -152,12 +153,19 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
     if row.runs:
         bits, metrics = judge.score_file(place.output)
     else:
+        artifact = place.output / "artifact"
         candidate = (
-            of_artifact(place.output / "artifact", judge.source)
+            of_artifact(artifact, judge.source, inputs="stored")
             if row.after is None
             else of_peer(place.output)
         )
         bits, metrics = candidate.bits, judge.score(candidate)
+        if place.sparse:
+            more["active"] = candidate.active_bits(judge.shares)
+        if row.after is None:
+            usual = of_artifact(artifact, judge.source, inputs="usual")
+            if usual.inputs.keys() != candidate.inputs.keys():
+                more["usual_kld"] = judge.score(usual)["mean_kld"]
     shutil.rmtree(place.output)
     return Outcome(
         model=name,
@@ -165,6 +173,7 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
         scheme=row.scheme,
         bits=bits,
         **metrics,
+        **more,
         seconds=sum(step.seconds for step in steps),
         cpu=sum(step.cpu for step in steps),
         rss=max(step.rss for step in steps),

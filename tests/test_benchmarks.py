@@ -81,7 +81,7 @@ def words_of(values: list[int], bits: int) -> np.ndarray:
     return np.frombuffer(number.to_bytes(len(values) * bits // 8, "little"), dtype="<i4")
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_integers_are_read_from_words_in_the_order_of_their_bits(shared, bits):
     values = [(5 * index + 3) % (1 << bits) for index in range(32)]
     assert shared.unpack(words_of(values, bits)[None], bits, axis=1)[0].tolist() == values
@@ -134,19 +134,21 @@ def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
 
 
 @pytest.mark.parametrize("minus_one", [True, False])
-def test_zero_points_of_3_bits_are_one_too_small_each_by_itself(shared, minus_one):
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_zero_points_of_3_5_and_6_bits_are_one_too_small_each_by_itself(shared, bits, minus_one):
     """Thirty-two outputs of one group.
 
-    The 11th and the 22nd lie in two words, and a 0 is stored as 7.
+    Of 3 bits the 11th and the 22nd lie in two words, and a 0 is stored as 7.
     """
-    points = [index * 5 % 8 for index in range(32)]
-    stored = [(point - 1) % 8 if minus_one else point for point in points]
+    largest = (1 << bits) - 1
+    points = [index * 5 % (largest + 1) for index in range(32)]
+    stored = [(point - 1) % (largest + 1) if minus_one else point for point in points]
     tensors = {
-        "x.qweight": np.zeros((3, 32), dtype="<i4"),  # 32 inputs
-        "x.qzeros": words_of(stored, 3)[None],
+        "x.qweight": np.zeros((bits, 32), dtype="<i4"),  # 32 inputs
+        "x.qzeros": words_of(stored, bits)[None],
         "x.scales": np.ones((1, 32), dtype=np.float16),
     }
-    found = shared.gptq_weight(tensors, "x", bits=3, minus_one=minus_one)
+    found = shared.gptq_weight(tensors, "x", bits=bits, minus_one=minus_one)
     assert found.tolist() == [[float(-point)] * 32 for point in points]
 
 
@@ -184,8 +186,14 @@ def test_a_peers_two_files_come_back_as_a_candidate(part, shared, tmp_path, monk
             {"bits": 4, "more": True},
         )
         changed = {"norm.weight": np.full(3, 2.0)}
+        scales = {"a": 0.5, "b": 0.25}
         return shared.Saved(
-            weights=weights, stored=7, changed=changed, input=scheme, scales={"a": 0.5, "b": 0.25}
+            weights=weights,
+            stored=7,
+            each={"a": 3, "b": 4},
+            changed=changed,
+            input=scheme,
+            scales=scales,
         )
 
     (tmp_path / "c.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [3]}\n')
@@ -202,7 +210,7 @@ def test_a_peers_two_files_come_back_as_a_candidate(part, shared, tmp_path, monk
     assert (
         candidate.inputs["b"].scale.tolist() == [0.25] and not candidate.inputs["b"].scheme.dynamic
     )
-    assert candidate.bits == 8 * 7 / 14
+    assert candidate.bits == 8 * 7 / 14 and candidate.each == {"a": 3, "b": 4}
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["version"], report["seconds"], report["settings"]) == (
         "1.2",
@@ -265,21 +273,26 @@ def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(
 ):
     """Weights, smoothed norms and rounded inputs all arrive.
 
-    The scores are those of the runtime's own logits.
+    The scores are those of the runtime's own logits, with exact inputs and as it runs by default.
     """
     module, windows = part("_accuracy.score"), [torch.arange(5, 65), torch.arange(100, 140)]
     judge = module.Judge(llama, windows)
-    candidate = module.of_artifact(smoothed[scheme], judge.source)
-    found = judge.score(candidate)
     original = logits_of(load_model(open_source(llama), dtype=torch.float32))
-    running = logits_of(load(smoothed[scheme], backend="reference").model)
-    kld = torch.cat([score(original(window), running(window), window).kld for window in windows])
-    assert (
-        found["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4) and float(kld.mean()) > 1e-6
-    )
-    assert found["kld_p999"] == pytest.approx(float(kld.max()), rel=1e-4)  # of 98 tokens
-    # of W4A16 in groups too
-    assert bool(candidate.changed) == (scheme == "W8A8") and candidate.inputs
+    klds = {}
+    for inputs in ("stored", "usual"):
+        candidate = module.of_artifact(smoothed[scheme], judge.source, inputs=inputs)
+        found = judge.score(candidate)
+        loaded = load(smoothed[scheme], backend="reference", exact=inputs == "stored")
+        running = logits_of(loaded.model)
+        kld = torch.cat([score(original(row), running(row), row).kld for row in windows])
+        assert found["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4)
+        assert found["kld_p999"] == pytest.approx(float(kld.max()), rel=1e-4)  # of 98 tokens
+        assert bool(candidate.changed) == (scheme == "W8A8")
+        assert bool(candidate.inputs) == (scheme != "W4A16_ASYM" or inputs == "usual")
+        klds[inputs] = found["mean_kld"]
+    assert min(klds.values()) > 1e-6
+    # of weights alone export found that rounding in groups costs little
+    assert (klds["usual"] != klds["stored"]) == (scheme == "W4A16_ASYM")
     if bits is not None:
         assert candidate.bits == bits
     else:
@@ -289,7 +302,7 @@ def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(
 def test_a_linear_that_was_left_out_is_refused(part, llama, smoothed):
     module = part("_accuracy.score")
     judge = module.Judge(llama, [torch.arange(5, 65)])
-    whole = module.of_artifact(smoothed["W4A16_ASYM"], judge.source)
+    whole = module.of_artifact(smoothed["W4A16_ASYM"], judge.source, inputs="stored")
     name = "model.layers.1.mlp.down_proj"
     rest = {key: weight for key, weight in whole.weights.items() if key != name}
     with pytest.raises(part("_watch").Failed, match=f"{name}: not quantized"):
@@ -378,7 +391,9 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     mixing = {
         program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)
     }
-    assert mixing == {"quantflow gptq", "quantflow best"}
+    searching = {"AutoRound", "AutoRound 50 iterations"}
+    assert mixing == {"quantflow gptq", "quantflow best"} | searching
+    assert not [scheme for _, scheme in table if scheme.endswith("active")]
     assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1
     peer = table["GPTQModel", "W2A16 g64"]
     assert json.loads(peer.commands[0][-1]) == {"bits": 2, "group_size": 64, "symmetric": True}
@@ -404,7 +419,20 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     assert len(scripts) == 6 and all(script.is_file() for script in scripts)
 
 
-def test_rows_of_a_mixture_round_experts_with_few_tokens_too_and_choose_no_schemes(part, tmp_path):
+def test_bits_that_a_token_reads_count_an_expert_by_its_share(part):
+    """An expert of 8 bits, one of 4 tokens, beside attention of 4 bits with as many weights."""
+    weights = {"attention": torch.zeros(2, 8), "expert": torch.zeros(2, 8)}
+    each = {"attention": 8, "expert": 16}
+    candidate = part("_accuracy.score").Candidate
+    found = candidate(weights=weights, stored=24, each=each)
+    assert found.bits == 6
+    assert found.active_bits({"attention": 1, "expert": 0.25}) == (4 + 8 / 4) / (1 + 1 / 4)
+    assert candidate(weights=weights, stored=24).active_bits({}) == 6  # all alike
+
+
+def test_rows_of_experts_round_those_with_few_tokens_and_choose_schemes_by_active_bits_too(
+    part, tmp_path
+):
     rows = part("_accuracy.rows")
     paths = {key: tmp_path / key for key in ("model", "calibration", "output", "windows", "peers")}
     place = rows.Place(**paths, gguf=None, names=None, sparse=True)
@@ -412,7 +440,17 @@ def test_rows_of_a_mixture_round_experts_with_few_tokens_too_and_choose_no_schem
     for program in ("gptq", "good", "best", "signround"):
         (words,) = table[f"quantflow {program}", W4].commands
         assert words[words.index("--experts") + 1] == "damp"
-    assert not [scheme for _, scheme in table if "@" in scheme or scheme.endswith(".gguf")]
+    for program in ("gptq", "best"):
+        (words,) = table[f"quantflow {program}", "W4A16@4.25 active"].commands
+        assert [words[words.index(f"--{key}") + 1] for key in ("target-bpw", "bits-of")] == [
+            "4.25",
+            "active",
+        ]
+        assert "--bits-of" not in table[f"quantflow {program}", "W4A16@4.25"].commands[0]
+        assert (f"quantflow {program}", "W4A16 g64") in table  # 4.25 bits too
+    told = json.loads(table["AutoRound", "W4A16@4.25"].commands[0][-1])
+    assert told == {"average_bits": 4.25, "iterations": 200}
+    assert not [scheme for _, scheme in table if scheme.endswith(".gguf")]
     assert not [program for program, _ in table if program.startswith("llama.cpp")]
     assert ("llm-compressor GPTQ", W4) in table and ("AutoRound", W4) in table
 
@@ -654,6 +692,36 @@ def test_fewer_bits_than_q4_k_ms_are_asked_for_on_every_model(part):
     ) and least == pytest.approx(4.696, abs=1e-3)
 
 
+def test_schemes_that_are_chosen_are_judged_against_a_uniform_one_and_a_peers_search(results):
+    rows = [
+        outcome(results, "quantflow best", "W4A16 g64", bits=4.25, active=4.25, mean_kld=0.0090),
+        outcome(
+            results, "quantflow best", "W4A16@4.25 active", bits=3.8, active=4.25, mean_kld=0.0060
+        ),
+        outcome(results, "quantflow best", "W4A16@4.25", bits=4.3, active=4.8, mean_kld=0.0050),
+        outcome(results, "AutoRound", "W4A16@4.25", bits=4.24, active=4.7, mean_kld=0.0040),
+    ]
+    found = [(bar.what.split(", ")[1], bar.promised, bar.found) for bar in results.judge(rows[1:])]
+    searched = "<= 1.0x AutoRound"
+    assert found == [
+        ("W4A16@4.25 active", f"{searched} W4A16@4.25", "1.50x, 0.00600 of 0.00400"),
+        ("W4A16@4.25", searched, "1.25x, 0.00500 of 0.00400"),
+    ]
+    (bar,) = [bar for bar in results.judge(rows) if bar.promised.endswith("best W4A16 g64")]
+    assert (bar.found, bar.met) == ("0.67x, 0.00600 of 0.00900", True)  # 4.3 bits are more
+
+
+def test_a_model_with_experts_has_a_bar_of_its_own(results):
+    rows = [
+        outcome(results, "quantflow best", mean_kld=0.0082, active=4.125),
+        outcome(results, "AutoRound", mean_kld=0.0100, active=4.125),
+        outcome(results, "quantflow best", "NVFP4", mean_kld=0.0079, active=4.5),
+        outcome(results, "AutoRound", "NVFP4", mean_kld=0.0100, active=4.5),
+    ]
+    found = [(bar.promised, bar.met) for bar in results.judge(rows) if "KLD" in bar.what]
+    assert found == [("<= 0.8x AutoRound", False), ("<= 0.8x AutoRound", True)]
+
+
 def test_8_bits_are_judged_by_being_below_peers_of_equal_bits_and_llama_cpps_8_bits(results):
     rows = [
         outcome(results, "quantflow best", "W8A16", bits=8.03, mean_kld=0.00010),
@@ -770,6 +838,18 @@ def test_the_table_is_in_order_and_says_each_row(results):
         lines[2]
         == f"| tiny-llama | c | {W4} | 4.125 | 0.01000 | 0.2000 | 1.0100 | 90.00% | 10 | 1.00 GB |"
     )
+
+
+def test_the_table_says_active_bits_and_the_divergence_by_default_where_they_are_others(results):
+    rows = [
+        outcome(results, "a", bits=3.8, active=4.25),
+        outcome(results, "b", active=4.125, usual_kld=0.011),
+    ]
+    cells = [line.split(" | ")[3:5] for line in results.as_table(rows).splitlines()[2:]]
+    assert cells == [
+        ["3.800, 4.250 active", "0.01000"],
+        ["4.125", "0.01000, by default 0.01100"],
+    ]
 
 
 def test_results_are_kept_for_the_next_run_unless_the_evaluation_differs(results, tmp_path):

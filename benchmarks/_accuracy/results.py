@@ -9,6 +9,7 @@ from typing import Any
 from _report import Bar, gb, table, write_results
 
 from _accuracy.rows import (
+    ACTIVE,
     EIGHT,
     FILES,
     FLOAT4,
@@ -18,6 +19,7 @@ from _accuracy.rows import (
     MIXED,
     NARROWER,
     OURS,
+    SEARCHED,
     UPPER,
     WEIGHTS,
 )
@@ -37,6 +39,7 @@ COLUMNS = (
 )
 GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
 GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD, FLOAT4_KLD = 1.02, 0.6, 0.85, 1.0, 0.85
+EXPERTS_KLD = 0.8  # in place of BEST_KLD and FLOAT4_KLD, of models with experts
 IMPORTANCE, FILE_KLD, JUDGED_FILES = (
     "llama.cpp imatrix",
     0.7,
@@ -53,7 +56,10 @@ class Outcome:
 
     Attributes:
         bits: per weight, counted from the files.
+        active: the same of the weights that a token reads; None of a model without experts.
         mean_kld, kld_p999: nats.
+        usual_kld: mean_kld as the artifact runs by default, where that rounds inputs which the
+            scheme leaves alone.
         ppl_ratio: perplexity over the original's.
         top1_agreement: 0..1.
         seconds, cpu: of the whole processes, imports included; wall and processor.
@@ -79,6 +85,8 @@ class Outcome:
     quantizing: float | None = None
     version: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    active: float | None = None
+    usual_kld: float | None = None
     idle: bool = True
     runs: list[float] = field(default_factory=list)
 
@@ -137,8 +145,8 @@ def as_table(outcomes: Iterable[Outcome]) -> str:
             row.model,
             row.program,
             row.scheme,
-            f"{row.bits:.3f}",
-            _kld(row.mean_kld),
+            _bits(row),
+            _both(row),
             f"{row.kld_p999:.4f}",
             f"{row.ppl_ratio:.4f}",
             f"{row.top1_agreement:.2%}",
@@ -157,14 +165,16 @@ def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
         models.setdefault(row.model, {})[row.program, row.scheme] = row
     judged = []
     for rows in models.values():
+        sparse = any(row.active is not None for row in rows.values())
+        few, float4 = (EXPERTS_KLD, EXPERTS_KLD) if sparse else (BEST_KLD, FLOAT4_KLD)
         for scheme in (*WEIGHTS, *NARROWER):
-            limit = EIGHT_KLD if scheme == EIGHT else BEST_KLD
+            limit = EIGHT_KLD if scheme == EIGHT else few
             judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name, limit=limit)]
         judged += [*_eight(rows), *_mixed(rows)]
         for name in ("W8A8", "FP8"):
             judged += _inputs(rows, name, limit=INPUTS_KLD)
         for name in FLOAT4:
-            judged += _inputs(rows, name, limit=FLOAT4_KLD)
+            judged += _inputs(rows, name, limit=float4)
         judged += [*_files(rows), *_no_slower(rows)]
     return judged
 
@@ -212,14 +222,25 @@ def _eight(rows: Rows) -> list[Bar]:
 
 
 def _mixed(rows: Rows) -> list[Bar]:
-    """Mixtures beside the uniform schemes and a peer's mixture.
+    """Mixtures beside the uniform schemes and peers' mixtures.
 
-    The uniform schemes around a mixture give a straight line; the peer's mixture has more bits.
+    The uniform schemes around a mixture give a straight line. A model with experts has the uniform
+    scheme of 4.25 bits beside it too. llama.cpp's mixture has more bits, and a peer that searches
+    schemes is told as many.
     """
     judged = []
     for (program, scheme), ours in rows.items():
-        if scheme not in MIXED:
+        if scheme not in (*MIXED, *ACTIVE) or not program.startswith(OURS):
             continue
+        uniform = rows.get((program, NARROWER[0].name))
+        if uniform is not None and ours.bits <= uniform.bits + SAME_BITS:
+            judged.append(_kld_bar(ours, uniform, limit=MIXED_KLD))
+        if scheme in (SEARCHED, *ACTIVE):
+            judged += [
+                _kld_bar(ours, theirs, limit=MIXED_KLD)
+                for peer in ITERATIONS
+                if (theirs := rows.get((peer, SEARCHED))) is not None
+            ]
         lower, upper = rows.get((program, LOWER.name)), rows.get((program, UPPER.name))
         if lower is not None and upper is not None and lower.bits <= ours.bits <= upper.bits:
             share = (ours.bits - lower.bits) / (upper.bits - lower.bits)
@@ -309,6 +330,18 @@ def _bar(
         found=f"{ratio:.2f}x, {numbers}",
         met=ratio <= limit,
     )
+
+
+def _bits(row: Outcome) -> str:
+    """Bits per weight, and of those that a token reads where they are others."""
+    stored, active = f"{row.bits:.3f}", f"{row.active or row.bits:.3f}"
+    return stored if active == stored else f"{stored}, {active} active"
+
+
+def _both(row: Outcome) -> str:
+    """The mean divergence, and that with inputs as they are by default where it is another."""
+    exact = _kld(row.mean_kld)
+    return exact if row.usual_kld is None else f"{exact}, by default {_kld(row.usual_kld)}"
 
 
 def _kld(nats: float) -> str:

@@ -64,7 +64,12 @@ WEIGHTS += (EIGHT,)
 # of any of the models. And uniform ones with more bits, which no peer but llama.cpp has: mixtures
 # are compared with the line from LOWER to UPPER.
 MIXED = {"W4A16@4.25": 4.25, "W4A16@4.65": 4.65}
-# Where 128 does not divide the inputs of a linear: the same 4 bits in groups of 64.
+# The same of models with experts, with the bits counted that a token reads.
+ACTIVE = {"W4A16@4.25 active": 4.25}
+# The one that a peer chooses schemes for too.
+SEARCHED = "W4A16@4.25"
+# Where 128 does not divide the inputs of a linear: the same 4 bits in groups of 64. With experts
+# the symmetric one stands beside 128 too: the uniform scheme of 4.25 bits.
 NARROWER = tuple(_weight_scheme(4, 64, symmetric) for symmetric in (True, False))
 FINER = tuple(_weight_scheme(bits, 128, symmetric=True) for bits in (5, 6))
 LOWER, UPPER = WEIGHTS[0], FINER[0]
@@ -141,8 +146,8 @@ class Place:
         windows: as `Text` has them.
         peers: an environment per peer.
         narrow: 128 does not divide the inputs of a linear; groups of 64 stand for it.
-        sparse: the model is a mixture of experts. No schemes are chosen for it, and the script of
-            llama.cpp reads no tensor of several experts.
+        sparse: the model is a mixture of experts. The script of llama.cpp reads no tensor of
+            several experts.
     """
 
     model: Path
@@ -158,16 +163,24 @@ class Place:
     @property
     def weights(self) -> tuple[WeightScheme, ...]:
         """The schemes of weights alone whose groups divide what they group."""
-        return (
-            (*NARROWER, *(scheme for scheme in WEIGHTS if scheme.group != 128))
-            if self.narrow
-            else WEIGHTS
-        )
+        if self.narrow:
+            return (*NARROWER, *(scheme for scheme in WEIGHTS if scheme.group != 128))
+        return (*WEIGHTS, NARROWER[0]) if self.sparse else WEIGHTS
 
     @property
-    def mixes(self) -> bool:
-        """Whether mixtures are compared, which stand between schemes in groups of 128."""
-        return not (self.narrow or self.sparse)
+    def mixed(self) -> Mapping[str, tuple[str, ...]]:
+        """The rows whose schemes are chosen, and the options that choose them.
+
+        There are none where 128 does not divide: they stand between schemes in groups of 128.
+        """
+        if self.narrow:
+            return {}
+        stored = {name: ("--target-bpw", str(bits)) for name, bits in MIXED.items()}
+        active = {
+            name: ("--target-bpw", str(bits), "--bits-of", "active")
+            for name, bits in ACTIVE.items()
+        }
+        return {**stored, **active} if self.sparse else stored
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -210,14 +223,16 @@ def _ours(place: Place) -> Iterator[Row]:
     # for weights alone best is yaqa
     named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]
     for algorithm in (*named, *COMBINATIONS):
-        mixes = place.mixes and algorithm in MIXED_BY
-        for scheme in (*place.weights, *(FINER if mixes else ())):
+        mixed = place.mixed if algorithm in MIXED_BY else {}
+        for scheme in (*place.weights, *(FINER if mixed else ())):
             options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()
             yield _our_row(
                 place, algorithm, name=scheme.name, scheme=scheme.preset, options=options
             )
-        for name, target in MIXED.items() if mixes else ():
-            yield _our_row(place, algorithm, name=name, scheme=LOWER.preset, target=target)
+        for name, options in mixed.items():
+            yield _our_row(
+                place, algorithm, name=name, scheme=LOWER.preset, options=options, chosen=True
+            )
         for name, algorithms in {**place.inputs, **FLOAT4}.items():
             if algorithm in algorithms:
                 yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
@@ -230,14 +245,13 @@ def _our_row(
     name: str,
     scheme: str,
     options: tuple[str, ...] = (),
-    target: float | None = None,
+    chosen: bool = False,
 ) -> Row:
     """A row of quantflow's, measured where it must be.
 
-    Schemes are chosen where bits per weight are given.
+    What it needs to be measured does not depend on the bits for which schemes are chosen.
     """
-    needs = f"{scheme}:{algorithm}" if target is None else f"{scheme}:{algorithm}@{target}"
-    options = options if target is None else (*options, "--target-bpw", str(target))
+    needs = f"{scheme}:{algorithm}@4.25" if chosen else f"{scheme}:{algorithm}"
     ours, (entry,) = Commands(model=place.model), entries_of(needs)
     measured, quantized, artifact = (
         place.output / part for part in ("measured", "quantized", "artifact")
@@ -319,6 +333,9 @@ def _autoround(place: Place) -> Iterator[Row]:
                 "act_bits": 16 if name.endswith("A16") else 4,
             }
             yield _peer(place, "autoround", program, name, {**settings, "iterations": iterations})
+        if SEARCHED in place.mixed:
+            settings = {"average_bits": MIXED[SEARCHED], "iterations": iterations}
+            yield _peer(place, "autoround", program, SEARCHED, settings)
 
 
 def _others(place: Place) -> Iterator[Row]:

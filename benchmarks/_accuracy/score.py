@@ -1,9 +1,12 @@
 """The evaluation, the same for every program.
 
-Its dequantized weights stand in the float32 model, whose inputs are rounded as the program would.
+Its dequantized weights stand in the float32 model, whose inputs are rounded as the scheme says:
+those of a scheme of weights alone are exact.
 
     bits per weight = 8 * bytes of packed weights, scales and zero points
                       / weights of the quantized linears
+
+Active bits count each linear by the share of it that a token reads, less than 1 of an expert's.
 
 The metrics are those of quantflow.validating, of held-out windows, against the original model in
 float32. Of a GGUF file that llama.cpp ran the logits are llama.cpp's, with its rounding of inputs,
@@ -30,7 +33,8 @@ from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.numerics.divergence import join, score
 from quantflow.numerics.perplexity import logits_of
-from quantflow.runtime.artifact import open_artifact
+from quantflow.quantizing.mixed_precision.sensitivity import share_of
+from quantflow.runtime.artifact import Inputs, open_artifact
 from quantflow.validating.bootstrap import bootstrap
 
 NOT_WEIGHTS = ("weight_shape", "input_scale", "input_global_scale", "input_zero_point")
@@ -56,33 +60,55 @@ class Candidate:
         inputs: source name of a linear -> how its input is rounded; those that are not are left
             out.
         stored: bytes of packed weights, scales and zero points.
+        each: the same of each linear; may be empty where all have as many bits per weight.
     """
 
     weights: Mapping[str, Tensor]
     changed: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, Input] = field(default_factory=dict)
     stored: int
+    each: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bits(self) -> float:
         """Bits per weight of the quantized linears."""
         return bits_per_weight(self.stored, [weight.numel() for weight in self.weights.values()])
 
+    def active_bits(self, shares: Mapping[str, float]) -> float:
+        """Bits per weight that a token reads.
 
-def bits_per_weight(stored: int, counts: Sequence[int]) -> float:
+        Args:
+            shares: source name of a linear -> share of it that a token reads, on average.
+        """
+        if not self.each:
+            return self.bits
+        stored = sum(size * shares[name] for name, size in self.each.items())
+        return bits_per_weight(
+            stored, [weight.numel() * shares[name] for name, weight in self.weights.items()]
+        )
+
+
+def bits_per_weight(stored: float, counts: Sequence[float]) -> float:
     """Return the bits of `stored` bytes for each of so many weights."""
     return 8 * stored / sum(counts)
 
 
-def of_artifact(folder: Path, source: Source) -> Candidate:
-    """Read an artifact of quantflow, its inputs rounded as it runs by default."""
-    artifact = open_artifact(folder, backend="reference", inputs="usual")
-    weights, inputs, stored = {}, {}, 0
+def of_artifact(folder: Path, source: Source, *, inputs: Inputs) -> Candidate:
+    """Read an artifact of quantflow.
+
+    Args:
+        folder: of the artifact.
+        source: the original.
+        inputs: those that the scheme leaves alone: `stored` are exact, `usual` are rounded in
+            groups where export found that cheap, as the artifact runs by default.
+    """
+    artifact = open_artifact(folder, backend="reference", inputs=inputs)
+    weights, entering, each = {}, {}, {}
     for name, placement in artifact.linears.items():
         linear = artifact.decode(name)
         weights[name] = linear.weight.dequantize()
         if linear.scheme.input is not None:
-            inputs[name] = Input(
+            entering[name] = Input(
                 scheme=linear.scheme.input,
                 scale=linear.input_scale,
                 zero_point=linear.input_zero_point,
@@ -90,20 +116,22 @@ def of_artifact(folder: Path, source: Source) -> Candidate:
         parts = [
             part for part in tensor_names(name, placement.scheme) if not part.endswith(NOT_WEIGHTS)
         ]
-        stored += sum(artifact.checkpoint.infos[part].nbytes for part in parts)
+        each[name] = sum(artifact.checkpoint.infos[part].nbytes for part in parts)
     quantized = {f"{name}.weight" for name in weights}
     others = artifact.read([name for name in artifact.names if name not in quantized])
     before = source.read(others)
     changed = {
         name: tensor for name, tensor in others.items() if not torch.equal(tensor, before[name])
     }
-    return Candidate(weights=weights, changed=changed, inputs=inputs, stored=stored)
+    return Candidate(
+        weights=weights, changed=changed, inputs=entering, stored=sum(each.values()), each=each
+    )
 
 
 def of_peer(folder: Path) -> Candidate:
     """The output of a peer's script.
 
-    It is weights.safetensors, and report.json with `bytes`, `linears`, `input`, `scales`.
+    It is weights.safetensors, and report.json with `bytes`, `each`, `linears`, `input`, `scales`.
     """
     tensors, report = (
         load_file(folder / "weights.safetensors"),
@@ -117,13 +145,23 @@ def of_peer(folder: Path) -> Candidate:
         inputs = {name: Input(scheme=scheme, scale=static.get(name)) for name in weights}
         if scheme.measured and static.keys() != weights.keys():
             raise Failed(f"{folder}: static inputs, {len(static)} scales of {len(weights)} linears")
-    return Candidate(weights=weights, changed=tensors, inputs=inputs, stored=report["bytes"])
+    return Candidate(
+        weights=weights,
+        changed=tensors,
+        inputs=inputs,
+        stored=report["bytes"],
+        each=report["each"],
+    )
 
 
 class Judge:
     """Scores of candidates of one model.
 
     It keeps the original's logits, float32 [S, V] for every window.
+
+    Attributes:
+        source: the original.
+        shares: source name of a linear -> share of it that a token reads, on average.
     """
 
     def __init__(self, model: Path, windows: Sequence[Tensor]) -> None:
@@ -131,6 +169,8 @@ class Judge:
         self.source, self._windows = open_source(model), windows
         logits = logits_of(load_model(self.source, dtype=torch.float32))
         self._baseline = [logits(window) for window in windows]
+        layers = graph_for(self.source.config).layers
+        self.shares = {name: share_of(layer, name) for layer in layers for name in layer.linears}
 
     def score(self, candidate: Candidate) -> dict[str, float]:
         """Return ppl_ratio, mean_kld and kld_p999 in nats, top1_agreement.

@@ -45,6 +45,7 @@ class Saved:
     Attributes:
         weights: name of each quantized linear -> [O, I] float32.
         stored: bytes of packed weights, scales and zero points.
+        each: the same of each linear; may be empty where all have as many bits per weight.
         changed: name -> other tensors that are not the source's any more.
         input: how inputs are rounded, in the words of quantflow's TensorScheme; None where they are
             not.
@@ -53,6 +54,7 @@ class Saved:
 
     weights: Mapping[str, Array]
     stored: int
+    each: Mapping[str, int] = field(default_factory=dict)
     changed: Mapping[str, Array] = field(default_factory=dict)
     input: Mapping[str, Any] | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -85,6 +87,7 @@ def main(
     write_safetensors(output / "weights.safetensors", tensors)
     found = {
         "bytes": saved.stored,
+        "each": dict(saved.each),
         "linears": sorted(saved.weights),
         "input": saved.input,
         "scales": dict(saved.scales),
@@ -151,21 +154,21 @@ def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one
         name: of the linear.
         bits: of an integer.
         minus_one: zero points are stored one too small, as the layout's first version has it. Whole
-            words were subtracted, but of 3 bits each integer by itself, since some of them lie in
-            two words.
+            words were subtracted, but of bits that do not divide 32 each integer by itself, since
+            some of them lie in two words.
     """
     zeros, scales = (
         tensors[f"{name}.qzeros"].astype("<i4"),
         tensors[f"{name}.scales"].astype(np.float32),
     )
-    if minus_one and bits != 3:
+    if minus_one and 32 % bits == 0:
         # numpy's integers wrap around, as those that were subtracted did
         zeros = zeros + _ones(bits)
     values = unpack(tensors[f"{name}.qweight"], bits, axis=0)  # [I, O]
     groups = tensors.get(f"{name}.g_idx", np.arange(len(values)) * len(scales) // len(values))
     points = unpack(zeros, bits, axis=1)  # [G, O]
-    if minus_one and bits == 3:
-        points = (points + 1) % 8
+    if minus_one and 32 % bits:
+        points = (points + 1) % (1 << bits)
     return ((values - points[groups]) * scales[groups]).T.astype(np.float32)
 
 

@@ -1,9 +1,13 @@
 """AutoRound for accuracy.py; see _shared.py for the arguments.
 
-SETTINGS: iterations, device (default cpu), and either bits, group_size and symmetric, or scheme (a
-preset of 4-bit floats) and act_bits.
+SETTINGS: iterations, device (default cpu), and one of
 
-Its own defaults otherwise, but for the length and the number of the calibration sequences.
+    bits, group_size, symmetric   integers for weights alone
+    scheme, act_bits              a preset of 4-bit floats
+    average_bits                  schemes that its search chooses from OPTIONS
+
+Its own defaults otherwise, but for the length and the number of the calibration sequences. Its
+search takes text and no token ids, so it is given the text of the sequences.
 """
 
 import json
@@ -23,7 +27,7 @@ from _shared import (
     microscaled_weight,
     stored_bytes,
 )
-from auto_round import AutoRound
+from auto_round import AutoRound, AutoScheme
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +43,11 @@ INPUTS = {
     "NVFP4": {**_FLOAT4, "group_size": 16, "scale_format": "e4m3"},
     "MXFP4": {**_FLOAT4, "group_size": 32, "scale_format": "e8m0"},
 }
+# what the search chooses from: the integers that quantflow's does
+OPTIONS = [
+    *(f"W{bits}A16{group}" for bits in (2, 3, 4, 5, 6) for group in ("", "G64", "G32")),
+    "W8A16",
+]
 # packing_format of the saved config -> the zero points are stored one too small; AWQ's layout is
 # its own
 LAYOUTS = {"auto_round:auto_gptq": True, "auto_round:gptqmodel": False, "auto_round": False}
@@ -54,6 +63,8 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
     told = {"scheme": settings.get("scheme", "W4A16")}
     if "scheme" in settings:
         told["act_bits"] = settings["act_bits"]
+    elif "average_bits" in settings:
+        told["layer_config"] = _searched(model, rows, output.with_suffix(".jsonl"), settings)
     else:
         told |= {
             "bits": settings["bits"],
@@ -76,6 +87,40 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
     return Report(version=version("auto-round"), seconds=time.monotonic() - begin)
 
 
+def _searched(
+    model: str, rows: list[list[int]], text: Path, settings: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Bits and group size of each linear, as AutoRound's search of schemes chooses them.
+
+    Args:
+        model: folder of the model; the search leaves the one that it is given without weights.
+        rows: calibration sequences.
+        text: file to write their text into.
+        settings: `average_bits`, and `device`.
+    """
+    loaded, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+        AutoTokenizer.from_pretrained(model),
+    )
+    lines = [json.dumps({"text": tokenizer.decode(row, skip_special_tokens=True)}) for row in rows]
+    text.write_text("\n".join(lines) + "\n")
+    search = AutoScheme(avg_bits=settings["average_bits"], options=OPTIONS)
+    rounder = AutoRound(
+        loaded,
+        tokenizer,
+        scheme=search,
+        dataset=str(text),
+        device_map=settings.get("device", "cpu"),
+    )
+    rounder.post_init()
+    keys = ("bits", "group_size", "sym", "data_type", "act_bits")
+    return {
+        name: {key: chosen[key] for key in keys}
+        for name, chosen in rounder.layer_config.items()
+        if chosen["bits"] <= 8
+    }
+
+
 def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
     """Read the saved files, from the folder that it makes below the one it is given."""
     (config,) = folder.rglob("config.json")
@@ -86,16 +131,21 @@ def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
     }
     if "scheme" in settings:
         return _microscaled(tensors, settings)
-    kind = json.loads(config.read_text())["quantization_config"]["packing_format"]
+    saved = json.loads(config.read_text())["quantization_config"]
+    kind, others = saved["packing_format"], saved.get("extra_config", {})
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if kind == "auto_round:auto_awq":
         weights = {name: awq_weight(arrays(tensors), name) for name in names}
     elif kind in LAYOUTS:
-        told = {"bits": settings["bits"], "minus_one": LAYOUTS[kind]}
-        weights = {name: gptq_weight(arrays(tensors), name, **told) for name in names}
+        bits = {name: others.get(name, saved).get("bits", saved["bits"]) for name in names}
+        told = {"minus_one": LAYOUTS[kind]}
+        weights = {
+            name: gptq_weight(arrays(tensors), name, bits=bits[name], **told) for name in names
+        }
     else:
         raise SystemExit(f"{folder}: packing_format {kind!r} is not known here")
-    return Saved(weights=weights, stored=sum(stored_bytes(tensors, name) for name in names))
+    each = {name: stored_bytes(tensors, name) for name in names}
+    return Saved(weights=weights, stored=sum(each.values()), each=each)
 
 
 def _microscaled(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> Saved:
