@@ -35,6 +35,7 @@ enum {
     FEW = 4,         /* tokens of bfloat16 for which tiles are faster */
     SPAN = 64,       /* bytes of a token in a tile, at most */
     PAIRS = 2,       /* of 16-row blocks that take the same inputs from the first-level cache */
+    PARTS = 2 * SIDE / LANES, /* registers of 32 rows */
     LINES = 64,     /* lines that are multiplied with all tokens of a strip before the next */
 };
 
@@ -133,18 +134,22 @@ static void arrange_tiles(const struct weight *w, const void *x, int bf16, int64
 INLINE void spread(const struct weight *w, int64_t block, int64_t begin, int64_t end,
                    uint8_t (*line)[2][64], const enum kind kind, const enum math math) {
     const int per = columns_of(kind), words = per * bytes_of(math) / 4;
-    const uint8_t *data = w->data + block / 2 * (w->group * w->groups / per * 128);
-    for (int64_t i = begin / per; i < end / per; i++, line += words) {
-        const int64_t g = i * per / w->group;
-        for (int r = 0; r < 2; r++)
-            for (int at = 0; at < SIDE; at += LANES) {
-                const int64_t row = ((block + r) * w->groups + g) * SIDE + at;
-                const ints zero = w->zero ? load_bytes(w->zero + row) : splat_int(8);
-                const ints four = times_int(zero, splat_int(0x01010101)), point = zeros_of(math, zero);
-                const ints many = load_ints(data + i * 128 + r * 64 + at * 4);
+    const uint8_t *data = w->data + block / 2 * (w->group * w->groups / per * 128) + begin / per * 128;
+    for (int64_t g = begin / w->group, from = begin, to; from < end; from = to, g++) {
+        to = (g + 1) * w->group < end ? (g + 1) * w->group : end;
+        ints four[PARTS], point[PARTS];
+        for (int p = 0; p < PARTS; p++) {
+            const int64_t row = ((block + p * LANES / SIDE) * w->groups + g) * SIDE + p * LANES % SIDE;
+            const ints zero = w->zero ? load_bytes(w->zero + row) : splat_int(8);
+            four[p] = times_int(zero, splat_int(0x01010101)), point[p] = zeros_of(math, zero);
+        }
+        for (int64_t i = from; i < to; i += per, data += 128, line += words)
+            UNROLL for (int p = 0; p < PARTS; p++) {
+                const ints many = load_ints(data + p * LANES * 4);
                 UNROLL for (int v = 0; v < words; v++) {
-                    const ints part = part_of(kind, math, many, v, point);
-                    store_ints(&line[v][r][at * 4], math == INTEGER ? minus_bytes(part, four) : part);
+                    const ints part = part_of(kind, math, many, v, point[p]);
+                    store_ints(&line[v][p * LANES / SIDE][p * LANES % SIDE * 4],
+                               math == INTEGER ? minus_bytes(part, four[p]) : part);
                 }
             }
     }
@@ -271,7 +276,6 @@ static void add_chunk(const struct part *part, int64_t begin, int64_t end, const
 /* Write the outputs of 32 PAIRS rows and `tokens` tokens from `token` on. */
 static void put_outputs(const struct job *job, int64_t block, int64_t token, int64_t tokens,
                         const struct strip *s) {
-    enum { PARTS = 2 * SIDE / LANES };
     const float *scales = job->w->input_grouped ? NULL : job->in.scale + token;
     const int64_t rows = job->w->rows;
     const int bf16 = job->in.bf16;
