@@ -1,6 +1,8 @@
 """The programs that runtime.py and busy.py compare: processes that hold a model and answer.
 
-An artifact of ours, and what a peer loads, are made from the checkpoint unless they are there.
+An artifact of ours, and what a peer loads, are made from the checkpoint unless they are there. A
+mixture runs as it is published, its experts in MXFP4, here and in the GGUF file that llama.cpp
+loads.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _mixture import MIXTURES
 from _quantflow import QUANTFLOW
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +93,8 @@ class Program:
 
 def programs_of(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
     """Return the programs whose environment is there, with what they load made."""
+    if given.size in MIXTURES:
+        return _programs_of_mixture(given, model, work)
     peers, here = given.peers.resolve(), Path(sys.executable)
     runs = [("", scheme, False) for scheme in SCHEMES] + [(" exact", "W4A16", True)]
     programs = [
@@ -158,6 +163,29 @@ def programs_of(given: argparse.Namespace, model: Path, work: Path) -> list[Prog
         programs.append(
             Program(name="IPEX int4", python=python, script="runtime_ipex.py", settings=settings)
         )
+    return programs
+
+
+def _programs_of_mixture(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
+    """The published folder in quantflow, and in llama.cpp what is exported from it."""
+    shape, name = MIXTURES[given.size], "quantflow MXFP4"
+    share = shape.chosen / shape.experts  # of the experts' bytes that a token reads
+    programs = []
+    if wanted(name, given.only):
+        settings: dict[str, Any] = {"artifact": str(model), "dtype": given.dtype, "exact": False}
+        settings |= {"kv_cache": given.kv_cache, "share": share}
+        program = Program(
+            name=name, python=Path(sys.executable), script="runtime_quantflow.py", settings=settings
+        )
+        programs.append(program)
+    python, name = given.peers.resolve() / "llamacpp/bin/python", "llama.cpp MXFP4"
+    if _there(python) and wanted(name, given.only):
+        file = work / "gguf/model-mxfp4.gguf"
+        if not file.exists():
+            _quantflow("export", model, "-o", file.parent, "--format", "gguf", "-q")
+        settings = {"output": str(file), "rows": max(given.batches), "share": share}
+        program = Program(name=name, python=python, script="runtime_llamacpp.py", settings=settings)
+        programs.append(program)
     return programs
 
 

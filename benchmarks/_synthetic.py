@@ -224,7 +224,7 @@ def _draw(name: str, size: tuple[int, ...], begin: int, shape: Shape, seed: int)
     if len(size) == 1:
         values = (1 + 0.1 * random.standard_normal(size, dtype=np.float32)).astype(np.float32)
         values[_outliers(shape.hidden, seed)] *= 2
-        return _bf16(values)
+        return bf16_bits(values)
     rows = min(max(1, CHUNK // size[1]), size[0] - begin)
     values = random.standard_normal((rows, size[1]), dtype=np.float32)
     gain = 1 / np.sqrt(size[1])
@@ -235,14 +235,14 @@ def _draw(name: str, size: tuple[int, ...], begin: int, shape: Shape, seed: int)
     values *= (gain * np.exp(0.3 * random.standard_normal((rows, 1)))).astype(np.float32)
     if name.startswith("model.layers."):
         values[:, _outliers(size[1], seed)] *= OUTLIER_FACTOR
-    return _bf16(values)
+    return bf16_bits(values)
 
 
 def _outliers(width: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, width]).choice(width, OUTLIERS, replace=False)
 
 
-def _bf16(values: NDArray[np.float32]) -> Bits:
+def bf16_bits(values: NDArray[np.float32]) -> Bits:
     """Round float32 to bf16 bits, ties away from zero."""
     bits = values.view(np.uint32)
     bits += 0x8000

@@ -1,22 +1,39 @@
 """Seconds of GPTQ for the experts of a layer, one by one and together.
 
     python benchmarks/expert_seconds.py
+    python benchmarks/expert_seconds.py --peers artifacts/peers       beside llm-compressor
 
 A layer shaped as a released model's, with random weights and random rows in the place of the tokens
 that the router sends to an expert: 262,144 tokens (128 sequences of 2048), each to the chosen ones.
 Printed are a core's seconds for one expert, by part, and for all experts of a layer; then those of
 rounding eight equal experts one after the other and together, a column of all eight at a time, with
 the same bits. Needs about two minutes on one core.
+
+With --peers the experts of such a layer, an eighth of them, each with as many tokens, are quantized
+by both programs, from import to the saved folder: W4A16 by gptq, all else left as it is. Attention
+and the router run too. llm-compressor shows every expert every token unless it is told otherwise,
+which is then another calibration; it runs with `moe_calibrate_all_experts=False`, so that both read
+what the router chose.
 """
 
+import argparse
+import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from _alone import alone
+from _quantflow import QUANTFLOW
+from _report import Bar, bars, machine, table
+from _synthetic import TOKENIZER_FILES, make_calibration
+from _watch import Run, run
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import affine
@@ -29,10 +46,137 @@ TOKENS, TOGETHER, GROUP = 262_144, 8, 128
 # experts, chosen ones, features of the hidden state, features between an expert's linears
 SHAPES = {"OLMoE-1B-7B": (64, 8, 2048, 1024), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 SCHEME = with_group_size(preset("W4A16"), GROUP)
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCE, VOCABULARY, SEED = 2048, 4096, 0
+SLICE = 8  # of the experts of a layer one in so many is quantized beside llm-compressor
+# what transformers calls the shapes' sizes, and their attention
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "OLMoE-1B-7B": ("olmoe", {"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    ),
+}
+TIME_BAR = 0.3
 
 
-def main() -> int:
-    """Print both tables."""
+def main(arguments: Sequence[str]) -> int:
+    """Print both tables, or the one beside llm-compressor; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", type=Path, help="a folder with the environment llmcompressor")
+    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "expert-seconds")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="of the calibration beside llm-compressor"
+    )
+    parser.add_argument("--runs", type=int, default=1, help="in turns; medians are reported")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    given = parser.parse_args(arguments)
+    return alone(beside, given) if given.peers is not None else by_part()
+
+
+def beside(given: argparse.Namespace) -> int:
+    """Quantize each shape's experts by both programs, print, and judge; the exit code."""
+    work, found = given.work.resolve(), list[Bar]()
+    print(f"{machine(work)['processor']}, {given.tokens} tokens\n")
+    rows = []
+    for name in given.shapes:
+        model, calibration = work / name, work / f"{given.tokens}.jsonl"
+        make_layer(model, name)
+        samples = given.tokens // SEQUENCE
+        make_calibration(calibration, samples=samples, tokens=SEQUENCE, seed=SEED)
+        programs = {
+            "quantflow": partial(quantflow, model, calibration, work),
+            "llm-compressor": partial(llm_compressor, model, calibration, work, given.peers),
+        }
+        turns = [
+            {which: program() for which, program in programs.items()} for _ in range(given.runs)
+        ]
+        seconds = {
+            which: statistics.median(turn[which].seconds for turn in turns) for which in programs
+        }
+        for which in programs:
+            cpu = statistics.median(turn[which].cpu for turn in turns)
+            memory = max(turn[which].rss for turn in turns)
+            rows.append(
+                (name, which, f"{seconds[which]:.1f}", f"{cpu:.0f}", f"{memory / 1e9:.2f} GB")
+            )
+        ratio = seconds["quantflow"] / seconds["llm-compressor"]
+        found.append(
+            Bar(
+                what=f"{name}: time",
+                promised=f"<= {TIME_BAR}x llm-compressor",
+                found=f"{ratio:.2f}x",
+                met=ratio <= TIME_BAR,
+            )
+        )
+    print(table(("experts of", "program", "seconds", "CPU seconds", "peak RSS"), rows))
+    print("\n" + bars(found))
+    return int(not all(bar.met for bar in found))
+
+
+def make_layer(folder: Path, name: str) -> None:
+    """Write a model of one layer with a slice of a shape's experts, unless it is there.
+
+    The router sends a token to the same slice of those that it chooses.
+    """
+    if folder.exists():
+        return
+    experts, chosen, hidden, width = SHAPES[name]
+    family, attention = CONFIGS[name]
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_experts": experts // SLICE,
+        "num_experts_per_tok": chosen // SLICE,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": SEQUENCE,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**sizes, **attention), dtype=torch.bfloat16
+    )
+    partial_folder = folder.with_suffix(".partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    model.save_pretrained(partial_folder)
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(ROOT / "examples" / "tiny-llama" / file, partial_folder / file)
+    partial_folder.rename(folder)
+
+
+def quantflow(model: Path, calibration: Path, work: Path) -> Run:
+    """Run quantflow, its proof of the artifact included."""
+    output = work / "quantflow"
+    for path in (output, output.with_name("quantflow.work")):
+        shutil.rmtree(path, ignore_errors=True)
+    words = ("quantize", model, "-o", output, "--scheme", "W4A16", "--algorithm", "gptq", "-q")
+    tokens = ("--calibration", calibration, "--samples", "100000", "--experts", "damp")
+    command = (*QUANTFLOW, *words, *tokens, "--sequence-length", str(SEQUENCE))
+    return run((*command, "--ignore", "re:.*self_attn.*"), log=work / "quantflow.log")
+
+
+def llm_compressor(model: Path, calibration: Path, work: Path, peers: Path) -> Run:
+    """Run llm-compressor's sequential pipeline on the same tokens."""
+    output = work / "llm-compressor"
+    shutil.rmtree(output, ignore_errors=True)
+    command = (
+        peers.absolute() / "llmcompressor/bin/python",
+        Path(__file__).parent / "peers/llmcompressor_gptq.py",
+        *(model, calibration, output, "--routed", "--ignore", "re:.*self_attn.*"),
+    )
+    offline = {"HF_HUB_OFFLINE": "1"}
+    return run(command, log=work / "llm-compressor.log", environment=offline, where=work)
+
+
+def by_part() -> int:
+    """Print the seconds of Hessians and of rounding, then those of experts taken together."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print("layer            part         one expert    all experts")
@@ -150,4 +294,4 @@ def round_together_(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ The peers are llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI, IPEX and transforme
 
     python benchmarks/runtime.py                          the 1.1 B checkpoint
     python benchmarks/runtime.py --size example           the example model
+    python benchmarks/runtime.py --size gpt-oss-3B --batches 1           a mixture in MXFP4
     python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
 
 Needs an environment in which quantflow is installed, and one below --peers for each peer that is to
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from _alone import alone
+from _mixture import MIXTURES, make_mixture
 from _report import Bar, bars, gb, machine, table
 from _runtimes import Ended, Program, programs_of, wanted
 from _synthetic import SHAPES, TOKENIZER_IDS, make_checkpoint
@@ -45,6 +47,8 @@ BARS = (
     ("prefill, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.3),
     ("decode, 8 at once", "quantflow 4-bit", "OpenVINO int4", 1.2),
     ("decode, 8 at once", "quantflow 4-bit", "llama.cpp Q4_0", 1.2),
+    ("decode, 1 at once", "quantflow MXFP4", "llama.cpp MXFP4", 1.2),
+    ("prefill, 1 at once", "quantflow MXFP4", "llama.cpp MXFP4", 1.2),
 )
 
 
@@ -61,7 +65,9 @@ def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve() / given.size
     work.mkdir(parents=True, exist_ok=True)
     model = EXAMPLE if given.size == "example" else work / "model"
-    if model != EXAMPLE:
+    if given.size in MIXTURES:
+        make_mixture(model, MIXTURES[given.size], seed=SEED, tokenizer=EXAMPLE)
+    elif model != EXAMPLE:
         make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=EXAMPLE)
     about = machine(work) | {"threads": given.threads, "size": given.size, "rounds": given.rounds}
     if about["load"] > BUSY:
@@ -145,7 +151,11 @@ def _report(
             )
             medians[f"prefill, {batch} at once", program.name] = prefill
             medians[f"decode, {batch} at once", program.name] = decode
-            limit = None if speed is None else batch * speed / program.ready["weight_bytes"]
+            # sequences of a batch share some of a mixture's experts
+            shared = batch > 1 and "share" in program.settings
+            limit = (
+                None if speed is None or shared else batch * speed / program.ready["weight_bytes"]
+            )
             if limit is not None:
                 medians[f"decode, {batch} at once", f"memory limit of {program.name}"] = limit
             lowest, highest = (
@@ -226,9 +236,9 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--size",
-        choices=[*SHAPES, "example"],
+        choices=[*SHAPES, *MIXTURES, "example"],
         default="2GB",
-        help="of the checkpoint (default 2GB, 1.1 B weights)",
+        help="of the checkpoint (default 2GB, 1.1 B weights); gpt-oss-*: a mixture in MXFP4",
     )
     parser.add_argument(
         "--work",
@@ -260,7 +270,8 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     given = parser.parse_args(arguments)
-    held = TOKENIZER_IDS.stop if given.size == "example" else SHAPES[given.size].vocab
+    sizes = {**SHAPES, **MIXTURES}
+    held = TOKENIZER_IDS.stop if given.size == "example" else sizes[given.size].vocab
     given.vocabulary = min(len(TOKENIZER_IDS), held - TOKENIZER_IDS.start)
     return given
 

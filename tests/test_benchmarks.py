@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 QUIET = ProgressLine(quiet=True)
 W4 = "W4A16 g128"
 
@@ -892,6 +894,59 @@ def test_the_plots_lines_go_down_where_more_bits_help_and_nowhere_else(part):
     points = [(4.5, 0.02), (3.0, 0.1), (4.0, 0.03), (4.25, 0.04), (4.0, 0.05)]
     assert least(points, end=8.0) == [(3.0, 0.1), (4.0, 0.03), (4.5, 0.02), (8.0, 0.02)]
     assert least([(3.0, 0.1)], end=3.0) == [(3.0, 0.1)] and least([], end=3.0) == []
+
+
+RELEASED_NAMES = json.loads((BENCHMARKS / "released/gpt-oss-20b.json").read_text())["names"]
+
+
+def test_a_random_gpt_oss_has_the_released_names_and_runs_as_transformers_reads_it(part, tmp_path):
+    """Its experts are written in MXFP4, and one dtype or shape apart neither program loads it."""
+    mixture, synthetic = part("_mixture"), part("_synthetic")
+    shape = mixture.MixtureShape(
+        hidden=64,
+        intermediate=96,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        experts=4,
+        chosen=2,
+        vocab=4096,
+    )
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        mixture.make_mixture(folder, shape, seed=3, tokenizer=EXAMPLE)
+    first, again = ({f.name: f.read_bytes() for f in each.iterdir()} for each in folders)
+    assert first == again
+    tensors = {
+        name: tensor
+        for file in folders[0].glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    found = {re.sub(r"[.][0-9]+[.]", ".{}.", name) for name in tensors}
+    assert sorted(found) == RELEASED_NAMES
+    held = sum(
+        tensor.numel() * (2 if name.endswith("_blocks") else 1)
+        for name, tensor in tensors.items()
+        if name.endswith(("weight", "_blocks")) and "norm" not in name
+    )
+    assert shape.weights == held
+    of_experts = 3 * shape.layers * shape.hidden * shape.intermediate
+    embedding = shape.vocab * shape.hidden
+    assert shape.weights - shape.active == 2 * of_experts + embedding
+    ids = torch.randint(*synthetic.TOKENIZER_IDS.indices(4096)[:2], (1, 24))
+    words = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folders[0], quantization_config=words, dtype=torch.float32
+    ).eval()
+    loaded = load(folders[0], dtype=torch.float32, exact=True)
+    assert loaded.reasons == ()
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+        loaded.decoder.begin(rows=1, capacity=24)
+        logits = loaded.decoder.forward(ids, last_only=False)
+    assert torch.isfinite(expected).all() and expected.std() > 0.1
+    assert torch.allclose(logits, expected, atol=1e-3, rtol=1e-3)
 
 
 HOLD = """

@@ -1,9 +1,10 @@
-"""llm-compressor's sequential path: MODEL CALIBRATION OUTPUT [--offload DIR].
+"""llm-compressor's sequential path: MODEL CALIBRATION OUTPUT.
 
 It runs with its environment's Python.
 
-GPTQ at W4A16, symmetric groups of 128, lm_head left alone. `--offload` keeps the weights on disk,
-the most frugal way that it offers.
+GPTQ at W4A16, symmetric groups of 128, lm_head and what `--ignore` names left alone. `--offload`
+keeps the weights on disk, the most frugal way that it offers. `--routed` shows an expert only the
+tokens that the router sends to it.
 """
 
 import argparse
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("calibration", help=".jsonl with `input_ids`")
     parser.add_argument("output")
     parser.add_argument("--offload", metavar="DIR", help="Keep weights there instead of in memory.")
+    parser.add_argument("--ignore", nargs="*", default=[], metavar="PATTERN")
+    parser.add_argument("--routed", action="store_true")
     given = parser.parse_args()
     rows = [
         json.loads(line)["input_ids"] for line in Path(given.calibration).read_text().splitlines()
@@ -37,11 +40,12 @@ def main() -> None:
         dataset=Dataset.from_list(
             [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
         ),
-        recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+        recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head", *given.ignore]),
         num_calibration_samples=len(rows),
         max_seq_length=len(rows[0]),
         shuffle_calibration_samples=False,
         pipeline="sequential",
+        moe_calibrate_all_experts=not given.routed,
     )
     model.save_pretrained(given.output, save_compressed=True)
     tokenizer.save_pretrained(given.output)

@@ -1,8 +1,17 @@
 """llama.cpp for runtime.py; see _serve.py.
 
-SETTINGS: gguf, type or null, output, threads. Needs llama-cpp-python and gguf.
+SETTINGS: gguf and type, output, rows, threads, share. Needs llama-cpp-python and gguf.
 
-With a type, such as Q4_0, `gguf` (in bf16) is quantized to `output` first, unless that is there.
+Unless `output` is there, `gguf` (in bf16) is quantized to it as `type`, such as Q4_0. `share` is
+the share of a mixture's experts that a token is sent to.
+
+Where gcc 12 builds llama.cpp for a CPU with AMX, build it with
+
+    CXXFLAGS="-fno-tree-dse -fno-dse" pip install --no-binary llama-cpp-python llama-cpp-python
+
+since that compiler's LDTILECFG says that it reads 8 of the 64 bytes of a tile configuration. It
+leaves out the stores of the others, and what lies there by chance ends the process with a general
+protection fault.
 """
 
 import ctypes
@@ -61,10 +70,13 @@ def load(settings: dict[str, Any]) -> Program:
         return clocked(forward, rows, new)
 
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
-    embedding = tensors["token_embd.weight"] if "output.weight" in tensors else 0
-    return Program(
-        version=version("llama-cpp-python"), weight_bytes=sum(tensors.values()) - embedding, run=run
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
+    read = sum(
+        size * (settings.get("share", 1.0) if "_exps." in name else 1.0)
+        for name, size in tensors.items()
     )
+    return Program(version=version("llama-cpp-python"), weight_bytes=round(read), run=run)
 
 
 def quantize(source: str, path: Path, kind: str) -> None:

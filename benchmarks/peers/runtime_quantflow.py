@@ -1,4 +1,8 @@
-"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, exact, kv_cache, threads."""
+"""quantflow for runtime.py; see _serve.py.
+
+SETTINGS: artifact, dtype, exact, kv_cache, threads, share: of a mixture's experts, those that a
+token is sent to.
+"""
 
 import time
 from pathlib import Path
@@ -32,7 +36,9 @@ def load(settings: dict[str, Any]) -> Program:
     infos = open_checkpoint(Path(settings["artifact"])).infos
     tied = "lm_head.weight" not in infos and "lm_head.weight_packed" not in infos
     weights = sum(
-        info.nbytes for name, info in infos.items() if tied or name != "model.embed_tokens.weight"
+        info.nbytes * (settings.get("share", 1.0) if ".experts." in name else 1.0)
+        for name, info in infos.items()
+        if tied or name != "model.embed_tokens.weight"
     )
     decoder = loaded.decoder
 
@@ -45,7 +51,7 @@ def load(settings: dict[str, Any]) -> Program:
                 new,
             )
 
-    return Program(version=__version__, weight_bytes=weights, run=run, read=read)
+    return Program(version=__version__, weight_bytes=round(weights), run=run, read=read)
 
 
 def read(size: int) -> float:

@@ -953,6 +953,18 @@ def _listed(keys: Keys, layers: int) -> tuple[bool, ...]:
     return tuple(index in places for index in range(layers))
 
 
+def _named(keys: Keys, layers: int) -> tuple[bool, ...]:
+    kinds = keys.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(index > 0 for index in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        raise UnsupportedDesign(
+            f"mlp_layer_types of config.json is {kinds!r}, not dense or sparse for each of "
+            f"{layers} layers"
+        )
+    return tuple(kind == "sparse" for kind in kinds)
+
+
 # For each rule, a function of (keys, number of layers): for each layer, whether it is sparse.
 _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = MappingProxyType(
     {
@@ -961,6 +973,7 @@ _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = Mappin
         SparseLayers.AFTER_FIRST_K: _after_first_k,
         SparseLayers.FROM_START_TO_END: _from_start_to_end,
         SparseLayers.LISTED: _listed,
+        SparseLayers.NAMED: _named,
     }
 )
 

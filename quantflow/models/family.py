@@ -198,6 +198,7 @@ class SparseLayers(Enum):
         "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
     )
     LISTED = "those of moe_layers, else every interleave_moe_layer_step-th"
+    NAMED = "those that mlp_layer_types calls sparse, else all but the first"
 
 
 class GroupScores(Enum):
@@ -1301,6 +1302,38 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 mixture=_DEEPSEEK_V3_MIXTURE,
                 traced=True,
                 decoder=_DEEPSEEK_V3_DECODER,
+            ),
+            # GLM-4.7-Flash: DeepSeek's attention and router. Layers beyond the last predict further
+            # tokens.
+            FamilyRow(
+                model_type="glm4_moe_lite",
+                architecture="Glm4MoeLiteForCausalLM",
+                names=_LATENT,
+                latent=LatentNames(),
+                mixture=_DEEPSEEK_V3_MIXTURE,
+                traced=True,
+                decoder=replace(
+                    _DEEPSEEK_V3_DECODER,
+                    defaults={
+                        **_DEEPSEEK_V3_DECODER.defaults,
+                        "rms_norm_eps": 1e-5,
+                        "q_lora_rank": 768,
+                        "qk_nope_head_dim": 192,
+                        "v_head_dim": 256,
+                        "n_routed_experts": 64,
+                        "num_experts_per_tok": 4,
+                        "n_group": 1,
+                        "topk_group": 1,
+                        "routed_scaling_factor": 1.8,
+                    },
+                    # the module reads mlp_layer_types alone
+                    supported_values={
+                        **_DEEPSEEK_V3_DECODER.supported_values,
+                        "first_k_dense_replace": 1,
+                        "partial_rotary_factor": 1.0,
+                    },
+                    sparse_layers=SparseLayers.NAMED,
+                ),
             ),
             # Three layers of four are gated delta nets. Layers of `mtp` predict further tokens.
             FamilyRow(

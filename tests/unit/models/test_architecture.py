@@ -312,6 +312,14 @@ def test_tokens_that_a_configuration_names_change_no_forward():
             "first_k_dense_replace of config.json is -1, no integer from 0 on",
         ),
         (
+            {"model_type": "glm4_moe_lite", "num_key_value_heads": 4, "mlp_layer_types": ["moe"]},
+            "mlp_layer_types of config.json is ['moe'], not dense or sparse for each of 2 layers",
+        ),
+        (
+            {"model_type": "glm4_moe_lite", "first_k_dense_replace": 3, "num_key_value_heads": 4},
+            "it knows first_k_dense_replace=1 of config.json, not 3",
+        ),
+        (
             {"model_type": "minimax_m2", "num_key_value_heads": 4, "scoring_func": "softmax"},
             "it knows scoring_func='sigmoid' of config.json, not 'softmax'",
         ),
@@ -628,6 +636,32 @@ RELEASED = {
         "routed_scaling_factor": 1.0,
         "topk_group": 1,
         "use_qk_norm": False,
+    },
+    "GLM 4.7 Flash": LLAMA
+    | {
+        "model_type": "glm4_moe_lite",
+        "attention_bias": False,
+        "eos_token_id": [154820, 154827, 154829],
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
     },
     "MiniMax M2": LLAMA
     | {

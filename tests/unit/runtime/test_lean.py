@@ -471,6 +471,23 @@ FAMILIES |= {
         routed_scaling_factor=2.827,
         architectures=["DeepseekV3ForCausalLM"],
     ),
+    "glm4_moe_lite, as GLM-4.7-Flash": CONFIG_MAPPING["glm4_moe_lite"](
+        **LATENT,
+        **PAD,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=1,
+        architectures=["Glm4MoeLiteForCausalLM"],
+    ),
+    "glm4_moe_lite, a dense layer between": CONFIG_MAPPING["glm4_moe_lite"](
+        **LATENT,
+        **PAD,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_group=4,
+        topk_group=2,
+        rope_interleave=False,
+        architectures=["Glm4MoeLiteForCausalLM"],
+    ),
     "deepseek_v3, half a head apart and biases": DeepseekV3Config(
         **LATENT,
         n_group=2,
