@@ -79,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 def beside(given: argparse.Namespace) -> int:
     """Quantize each shape's experts by both programs, print, and judge; the exit code."""
     work, found = given.work.resolve(), list[Bar]()
+    work.mkdir(parents=True, exist_ok=True)
     print(f"{machine(work)['processor']}, {given.tokens} tokens\n")
     rows = []
     for name in given.shapes:

@@ -269,7 +269,7 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
     codes = (
         weight.qvalue.view(torch.int8)
         if kind == _F8
-        else _codes_of_e2m1(weight.qvalue)
+        else microscaling.codes_of_e2m1(weight.qvalue)
         if kind == _F4
         else weight.qvalue + 8
         if kind == _W4
@@ -288,12 +288,6 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
     words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
     # [O / 32, lines, 2, 16]
     return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()
-
-
-def _codes_of_e2m1(values: Tensor) -> Tensor:
-    """The code of each value of e2m1, uint8 [O, I] from 0 to 15."""
-    both = microscaling.pack_e2m1(values)  # [O, I / 2], the first of two in the lower half
-    return torch.stack([both & 15, both >> 4], dim=-1).flatten(1)
 
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:

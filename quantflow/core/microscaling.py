@@ -9,33 +9,50 @@ NaN. Unpacked, e2m1 values are held as float8_e4m3fn, which has all of them. Sou
 Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 from quantflow.errors import SchemeError
 
 NAN_E8M0 = 255
-_NONE = 255
+_HALF = 48  # the bits of 0.5 in e4m3fn: code 1; code c from 2 on has _HALF + 4 c
 
 
-@functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes of e4m3fn by e2m1's, uint8 [16], and codes of e2m1 by e4m3fn's, uint8 [256]."""
-    number = torch.arange(8, device=device)
-    exponent, half = number // 2, number % 2 / 2
-    magnitudes = torch.where(exponent == 0, half, torch.ldexp(1 + half, exponent - 1))
-    values = torch.cat([magnitudes, -magnitudes]).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = torch.full((256,), _NONE, dtype=torch.uint8, device=device)
-    codes[values.long()] = torch.arange(16, dtype=torch.uint8, device=device)
-    return values, codes
+def _bits_of_codes(codes: Tensor) -> Tensor:
+    """The bits of e4m3fn for e2m1's codes, uint8 of any shape.
+
+    They are computed, not looked up: an index of 4 or 8 bytes for each value takes ten times as
+    long, and a checkpoint has billions of them.
+    """
+    magnitudes = codes & 7
+    bits = (magnitudes << 2).add_(_HALF).sub_((magnitudes == 1).to(torch.uint8).mul_(4))
+    return bits.mul_(magnitudes != 0).add_((codes & 8) << 4)
+
+
+def _codes_of_bits(bits: Tensor) -> Tensor:
+    """Undo `_bits_of_codes`; what are no bits of e2m1's values gives the code of another value."""
+    magnitudes = bits & 0x7F
+    codes = (magnitudes - _HALF).bitwise_right_shift_(2).clamp_(min=1).mul_(magnitudes != 0)
+    return codes.bitwise_and_(7).add_((bits & 0x80) >> 4)
 
 
 def holds_e2m1(values: Tensor) -> bool:
     """Whether all values, float8_e4m3fn of any shape, are e2m1's."""
-    _, codes = _tables(values.device)
-    return not bool((codes[values.view(torch.uint8).int()] == _NONE).any())
+    bits = values.view(torch.uint8)
+    return torch.equal(_bits_of_codes(_codes_of_bits(bits)), bits)
+
+
+def codes_of_e2m1(values: Tensor) -> Tensor:
+    """The code of each value, uint8 from 0 to 15.
+
+    Raises:
+        SchemeError: a value is between those of e2m1.
+    """
+    bits = values.view(torch.uint8)
+    codes = _codes_of_bits(bits)
+    if not torch.equal(_bits_of_codes(codes), bits):
+        raise SchemeError("a value is none of e2m1's", "round to e2m1 first")
+    return codes
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
@@ -55,16 +72,14 @@ def pack_e2m1(values: Tensor) -> Tensor:
             f"{values.shape[1]} columns of e2m1",
             "a byte holds two; use an even number of input features",
         )
-    codes = _tables(values.device)[1][values.view(torch.uint8).int()]
-    if (codes == _NONE).any():
-        raise SchemeError("a value is none of e2m1's", "round to e2m1 first")
+    codes = codes_of_e2m1(values)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Undo `pack_e2m1`: [O, I / 2] uint8 to [O, I] float8_e4m3fn; every byte has a meaning."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)  # [O, I]
-    return _tables(packed.device)[0][pairs.int()].view(torch.float8_e4m3fn)
+    return _bits_of_codes(pairs).view(torch.float8_e4m3fn)
 
 
 def pack_e8m0(scale: Tensor) -> Tensor:

@@ -31,6 +31,16 @@ def test_packing_undoes_unpacking_and_is_theirs():
     assert torch.equal(microscaling.pack_e2m1(values), pack_fp4_to_uint8(values.float()))
 
 
+def test_of_all_codes_of_e4m3_those_of_the_sixteen_values_are_held_and_no_others():
+    every = EVERY_BYTE[0].view(torch.float8_e4m3fn)
+    held = [microscaling.holds_e2m1(code[None]) for code in every]
+    sixteen = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    expected = torch.from_numpy(sixteen).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert set(EVERY_BYTE[0][torch.tensor(held)].tolist()) == set(expected.tolist())
+    codes = microscaling.codes_of_e2m1(expected.view(torch.float8_e4m3fn))
+    assert codes.tolist() == list(range(16))
+
+
 def test_what_e2m1_does_not_hold_is_refused():
     with pytest.raises(SchemeError, match="none of e2m1's"):
         microscaling.pack_e2m1(torch.tensor([[0.75, 1.0]]).to(torch.float8_e4m3fn))
