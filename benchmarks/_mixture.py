@@ -101,7 +101,7 @@ class MixtureShape:
 
 
 # "gpt-oss-3B" has the layers, widths and chosen experts of gpt-oss-20b, half of its experts and a
-# smaller vocabulary: 3.1 B of 9.9 B weights for a token, in 6.9 GB
+# smaller vocabulary: 3.1 B of 10.4 B weights for a token, in 6.7 GB
 MIXTURES = {
     "gpt-oss-3B": MixtureShape(
         hidden=2880,
