@@ -149,7 +149,9 @@ def make_mixture(folder: Path, shape: MixtureShape, *, seed: int, tokenizer: Pat
     for part, specs in shape.specs().items():
         places |= dict.fromkeys((name for name, _, _ in specs), f"model-{part}.safetensors")
         _write(folder / f"model-{part}.safetensors", specs, shape, seed)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}) + "\n")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
     stamp.write_text(json.dumps(told) + "\n")
 
 

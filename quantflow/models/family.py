@@ -1315,16 +1315,19 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                 decoder=replace(
                     _DEEPSEEK_V3_DECODER,
                     defaults={
-                        **_DEEPSEEK_V3_DECODER.defaults,
+                        **_DEEPSEEK,
                         "rms_norm_eps": 1e-5,
                         "q_lora_rank": 768,
                         "qk_nope_head_dim": 192,
                         "v_head_dim": 256,
                         "n_routed_experts": 64,
+                        "n_shared_experts": 1,
                         "num_experts_per_tok": 4,
                         "n_group": 1,
                         "topk_group": 1,
+                        "norm_topk_prob": True,
                         "routed_scaling_factor": 1.8,
+                        "rope_interleave": True,
                     },
                     # the module reads mlp_layer_types alone
                     supported_values={
