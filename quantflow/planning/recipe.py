@@ -333,7 +333,13 @@ class KVCacheSettings:
     granularity: str = setting("per_tensor", help="One measured scale per_tensor or per_head.")
 
     def __post_init__(self) -> None:
-        """Refuse words that mean nothing."""
+        """Refuse words that mean nothing, and 4 bits, whose scales are not measured."""
+        if self.scheme.upper() in ("INT4", "FP4"):
+            raise UsageError(
+                f"kv_cache: scheme={self.scheme!r}: one measured scale is too coarse for 4 bits; "
+                "the runtime's int4 computes scales for each position",
+                "leave kv_cache out, and give --kv-cache int4 to generate, chat, bench or serve",
+            )
         for key, word, known in (
             ("scheme", self.scheme, tuple(NAMES)),
             ("granularity", self.granularity, GRANULARITIES),

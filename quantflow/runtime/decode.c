@@ -8,9 +8,10 @@
  * bits do not depend on the number of threads. Loops marked `omp simd` may be summed in vector
  * lanes, in an order that the compiler fixes.
  *
- * The KV cache holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a
- * scale per head where it was measured: scores are multiplied by that of the keys, outputs by that
- * of the values. Otherwise int8 has a scale per head and position, amax / 127.5.
+ * The KV cache holds float32, bfloat16, float8 (e4m3, saturating), int8 or int4. float8 and int8
+ * have a scale per head where it was measured: scores are multiplied by that of the keys, outputs by
+ * that of the values. Otherwise int8 has a scale per head and position, amax / 127.5. int4.h has
+ * int4.
  *
  * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities to
  * bfloat16. CPUs that multiply pairs of bfloat16 do so then; sums stay float32.
@@ -39,7 +40,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
+enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8, INT4 };
 enum activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 enum scores { SOFTMAX, SIGMOID, SPARSE_MIXER, SIGMOID_OF_CHOSEN };
 enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
@@ -126,10 +127,13 @@ typedef struct {
 typedef struct {
     /* Of `kind`: keys [blocks, kv_heads, block / SIDE, head_dim, SIDE], values [blocks, kv_heads,
      * block, head_dim]. In bfloat16 two features of the keys are neighbours,
-     * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2].
-     * values is NULL where the keys hold them (`latent`). */
+     * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2]. In
+     * int4 two codes are a byte: keys [.., block / SIDE, head_dim / 8, SIDE, 4], values
+     * [.., block / 4, head_dim / 2, 4]. values is NULL where the keys hold them (`latent`). */
     void *keys, *values;
-    float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8, not measured */
+    /* int8, not measured: float [blocks, kv_heads, block]; int4: pairs of bfloat16, middle and
+     * step, [blocks, kv_heads, block / SIDE, groups, SIDE, 2] */
+    void *key_scales, *value_scales;
     const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
     const float *cos, *sin;               /* [capacity, rotary_dim] by position in the text */
     const float *sinks; /* [query_heads] score of a column without a value, unscaled */
@@ -190,10 +194,12 @@ static inline void check_step(const Step *s, const Layer *l) {
           s->activation >= SILU && s->activation <= CLAMPED_SWIGLU);
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
-    CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0 && l->chunk >= 0);
+    CHECK(s->kind >= FLOAT32 && s->kind <= INT4 && l->window >= 0 && l->chunk >= 0);
     CHECK(l->floor_scale >= 0);
     CHECK((s->latent || (!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps)) &&
-          !(l->key_scales && s->kind != INT8));
+          !(l->key_scales && s->kind != INT8 && s->kind != INT4));
+    CHECK(s->kind != INT4 ||
+          (l->key_scales && !l->key_steps && !s->latent && s->head_dim % SIDE == 0));
     for (int64_t row = 0, group = s->query_heads / s->kv_heads; row < s->rows; row++) {
         int64_t count = s->first[row + 1] - s->first[row];
         CHECK(s->padding[row] >= 0 && count > 0 && s->start[row] >= 0);
@@ -1055,6 +1061,8 @@ INLINE vf load(const void *cache, int64_t at, int64_t kind) {
     return (vf)(bits | (code & 0x80) << 24 | ((vu)(size == 0x7F) & 0x7FC00000));
 }
 
+#include "int4.h"
+
 typedef struct {
     const Step *s;
     const Layer *l;
@@ -1107,6 +1115,9 @@ static void rope_store_column(const void *context, int64_t at) {
         const float factor = 1 + l->attn_scale * log1pf(steps);
         for (int64_t i = 0; i < s->query_heads * dim; i++) queries[i] *= factor;
     }
+    if (s->kind == INT4)
+        for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++)
+            rotate(t->qkv + at * width + h * dim, dim);
     /* x has passed queries and keys: it is a head of values, if any, its keys kv_heads before it */
     for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
         int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
@@ -1118,6 +1129,10 @@ static void rope_store_column(const void *context, int64_t at) {
             if (s->latent) continue;
             store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column,
                          at + 1 == s->first[row + 1], dim);
+            continue;
+        }
+        if (s->kind == INT4) {
+            store_int4_column(l, keys, x, index, dim);
             continue;
         }
         store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
@@ -1391,6 +1406,7 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     const int W = (T > 4 ? 2 : 4) / (REGISTERS == 16 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
     int64_t dynamic = kind == INT8 && l->key_scales;              /* scales of each column */
+    Int4Queries rounded;
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale;
     const float *value_scales = s->latent ? l->key_scales : l->value_scales;
     const float *value_steps = s->latent ? l->key_steps : l->value_steps;
@@ -1405,7 +1421,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
     for (int g = 0; g < QUERIES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
     for (int g = 0; g < T; g++) total[g] = l->sinks ? 1 : 0; /* exp(sink - sink) */
-    for (int g = 0; g < T; g++) {
+    if (kind == INT4) int4_round_queries(q, dim, s->scale, &rounded, T);
+    for (int g = 0; kind != INT4 && g < T; g++) {
         float *own = sums + g * dim;
         for (int64_t i = 0; i < dim; i++) own[i] = q[g][i] * unit;
         if (narrow) round_pairs(own, queries + g, dim / 2, T);
@@ -1419,7 +1436,9 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         int64_t to = high - begin < BLOCK ? high - begin : BLOCK;
         int64_t at[GROUPS], groups = (to + LANES - 1) / LANES, group = 0, i = 0;
         for (int64_t j = 0; j < groups; j++) at[j] = cache_column(s, row, h, begin + j * LANES);
-        for (; group + W <= groups; group += W)
+        for (; kind == INT4 && group < groups; group++)
+            int4_scores(s, l, at[group], &rounded, scores + group * LANES, T);
+        for (; kind != INT4 && group + W <= groups; group += W)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
         for (; group < groups; group++)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
@@ -1434,6 +1453,10 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         for (i = values; s->latent && i < dim; i += 4)
             accumulate_latent(s, l, at, from, to, scores, shrink, sums, i, kind, T);
         if (s->latent) continue;
+        for (int64_t part = 0; kind == INT4 && i < dim; part++, i += int4_group(dim)) {
+            if (dim % 32) int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 16, T);
+            else int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 32, T);
+        }
         if (narrow) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
         for (; i + W * LANES <= dim; i += W * LANES)
             accumulate_values(s, l, at, from, to, scores, probabilities, shrink, sums, i, kind,
@@ -1486,7 +1509,7 @@ static void attend_unit(const void *context, int64_t unit) {
     ATTEND_TILE(KIND, NARROW, 8)
     /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call */
     int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
-    ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
+    ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0) ATTEND(INT4, 0)
     if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
 }
 

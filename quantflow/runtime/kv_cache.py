@@ -1,13 +1,24 @@
 """Keys and values of every layer, allocated once and written in place by decode.c.
 
-They are in float32, bfloat16, float8 or int8. Values lie as they come, [columns, features]. Keys
-lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector unit
-adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2]
-and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the number of
-columns is odd, zeros lie beside the values of the last column.
+They are in float32, bfloat16, float8, int8 or int4. Values lie as they come, [columns, features].
+Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector
+unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2,
+features, 2] and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the
+number of columns is odd, zeros lie beside the values of the last column.
+
+int4 has two codes to a byte. Each head of queries and keys is multiplied by a Hadamard matrix /
+sqrt(n), which spreads an outlier of the keys over all features and changes no score; n is the
+largest power of two that divides head_dim. A group of 32 features of a position has a step and a
+middle, both bfloat16; of 16 features where 32 does not divide head_dim:
+
+    step = (largest - least) / 15,   middle = least + 8 step
+    code = clamp(round((x - middle) / step), -8, 7),   x' = step * code + middle
+
+Attention multiplies integers, as int4.h says. A number that is not finite makes every output NaN
+that reads its group; of a key, its position.
 
 The latents of multi-head latent attention are keys and values at once (`latent`), and lie once, as
-keys do.
+keys do. int4 does not keep them.
 
 Gated delta nets keep no columns but a state of one size for each sequence (`DeltaStates`).
 
@@ -26,7 +37,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core.kv import KVScales
-from quantflow.errors import UsageError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.architecture import Delta
 from quantflow.runtime.decoder import require_length
 
@@ -38,9 +49,11 @@ KINDS = MappingProxyType(
         "bfloat16": torch.bfloat16,
         "float8": torch.uint8,
         "int8": torch.int8,
+        "int4": torch.uint8,
     }
 )
 LANES = 16
+SCALED = ("int8", "int4")  # kinds with scales of each position, where none were measured
 # TensorScheme.kind of measured scales -> a key of KINDS
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
 
@@ -103,10 +116,13 @@ class KVCache:
             LANES, 2].
         values: values of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's
             dtype; in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2]; empty where the
-            keys hold them.
+            keys hold them. In int4 keys are [rows or more, kv_heads, capacity / LANES,
+            head_dim / 8, LANES, 4] and values [rows or more, kv_heads, capacity / 4,
+            head_dim / 2, 4].
         key_scales, value_scales: scales of each layer's columns, [rows or more, kv_heads, capacity]
-            float32, for int8 that was not measured; otherwise empty. The keys' are the values' too
-            where the keys hold them.
+            float32, for int8 that was not measured; middles and steps of int4, [rows or more,
+            kv_heads, capacity / LANES, groups, LANES, 2] bfloat16; otherwise empty. The keys' are
+            the values' too where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
         states: states of the layers that have a gated delta net; None: no layer has one.
     """
@@ -139,8 +155,9 @@ class KVCache:
 
         Raises:
             UsageError: the kind is unknown or has no scales, or there is no row or no column.
+            UnsupportedError: the kind does not keep latents.
         """
-        require_kind(kind)
+        require_kind(kind, latent=latent)
         if rows < 1 or capacity < 1:
             raise UsageError(
                 f"kv cache of {rows} rows and {capacity} positions", "give at least one of each"
@@ -155,16 +172,21 @@ class KVCache:
         self.clear(rows)
         heads, dtype = (rows, kv_heads), KINDS[kind]
         keys, values = [blocks, head_dim, LANES], [self.capacity, head_dim]
+        scale, scale_dtype = [self.capacity], torch.float32
         if kind == "bfloat16":
             keys, values = [blocks, head_dim // 2, LANES, 2], [self.capacity // 2, head_dim, 2]
+        if kind == "int4":
+            keys, values = [blocks, head_dim // 8, LANES, 4], [self.capacity // 4, head_dim // 2, 4]
+            groups = head_dim // int4_group(head_dim)
+            scale, scale_dtype = [blocks, groups, LANES, 2], torch.bfloat16
         self.keys = [torch.empty(*heads, *keys, dtype=dtype) for _ in range(layers)]
         apart = 0 if latent else layers  # layers whose values lie apart
         self.values = [torch.empty(*heads, *values, dtype=dtype) for _ in range(apart)]
         self.key_steps = [scale.keys.expand(kv_heads).contiguous() for scale in scales]
         self.value_steps = [scale.values.expand(kv_heads).contiguous() for scale in scales]
-        count = layers if kind == "int8" and not scales else 0
+        count = layers if kind in SCALED and not scales else 0
         self.key_scales, self.value_scales = (
-            [torch.empty(*heads, self.capacity) for _ in range(min(count, each))]
+            [torch.empty(*heads, *scale, dtype=scale_dtype) for _ in range(min(count, each))]
             for each in (layers, apart)
         )
 
@@ -239,11 +261,23 @@ class KVCache:
         return self.keys, self.values, self.key_scales, self.value_scales
 
 
-def require_kind(kind: str) -> None:
-    """Refuse a kind that is not in KINDS.
+def int4_group(head_dim: int) -> int:
+    """Features of a head that share a step in int4."""
+    return 16 if head_dim % 32 else 32
+
+
+def require_kind(kind: str, *, latent: bool = False) -> None:
+    """Refuse a kind that is not in KINDS, and int4 of latents.
 
     Raises:
-        UsageError: naming it.
+        UsageError: the kind is unknown.
+        UnsupportedError: int4 of latents, whose last features are values and whose first are
+            rotated keys: one rotation of both would mix them.
     """
     if kind not in KINDS:
         raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")
+    if kind == "int4" and latent:
+        raise UnsupportedError(
+            "kv cache int4: latent attention keeps keys and values in one, which 4 bits do not",
+            "use float8 or int8",
+        )

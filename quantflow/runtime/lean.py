@@ -145,7 +145,7 @@ class LeanDecoder:
                 if scales
                 else str(artifact.dtype).removeprefix("torch.")
             )
-        require_kind(kv_cache)
+        require_kind(kv_cache, latent=blueprint.heads.latent > 0)
         self._new_cache = partial(
             KVCache,
             kind=kv_cache,

@@ -21,6 +21,7 @@ TESTS = [
     "tests/unit/backends/test_backends.py",
     "tests/unit/runtime/test_operations.py",
     "tests/unit/runtime/test_kv_cache.py",
+    "tests/unit/runtime/test_int4_cache.py",
     "tests/unit/runtime/test_lean.py",
     "tests/unit/runtime/batching/test_invariance.py",
 ]
@@ -55,7 +56,7 @@ def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_pa
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_the_tests_of_the_decoder_pass_in_registers_of_four_lanes(tmp_path):
-    tests = [*TESTS[2:5], "tests/unit/runtime/test_delta_net.py"]
+    tests = [*TESTS[2:6], "tests/unit/runtime/test_delta_net.py"]
     built = run_as(tmp_path, "-march=x86-64", tests, chosen=OTHER_SUMS)
     assert "decode" in built and "kernels" not in built
 

@@ -17,6 +17,7 @@ TESTS = [  # every entry of C, and every way in which Python calls it
     "tests/unit/backends/test_kernels.py",
     "tests/unit/runtime/test_operations.py",
     "tests/unit/runtime/test_kv_cache.py",
+    "tests/unit/runtime/test_int4_cache.py",
     "tests/unit/runtime/test_delta_net.py",
     "tests/unit/runtime/test_packed.py",
     "tests/unit/runtime/test_hostile_artifacts.py",

@@ -203,6 +203,10 @@ def test_a_missing_key_is_named():
         ({"name": "a/b", "scheme": "FP8"}, "name 'a/b'"),
         ({"name": "..", "scheme": "FP8"}, "name '..'"),
         ({"name": "a", "scheme": "FP8", "expect": "maybe"}, "expect='maybe'"),
+        (
+            {"name": "a", "scheme": "FP8", "kv_cache": {"scheme": "INT4"}},
+            "kv_cache: scheme='INT4': one measured scale is too coarse for 4 bits",
+        ),
     ],
 )
 def test_an_entry_that_no_stage_could_use_is_refused(entry, cause):

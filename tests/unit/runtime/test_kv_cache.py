@@ -10,6 +10,10 @@ from quantflow.runtime.kv_cache import KINDS, KVCache
 from quantflow.runtime.operations import DecoderBlock, Operations, why_not
 
 DIM = 16
+ROTATION = torch.ones(1, 1)
+while len(ROTATION) < DIM:  # Sylvester's
+    ROTATION = torch.cat([torch.cat([ROTATION, sign * ROTATION], dim=1) for sign in (1, -1)])
+ROTATION /= DIM**0.5
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
 
 
@@ -39,6 +43,8 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
 def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the first columns, decoded, [rows, kv_heads, end, DIM] float32."""
     keys, values = kept.keys[layer], kept.values[layer]
+    if kept.kind == "int4":
+        return read_int4(kept, layer, end)
     if kept.kind == "bfloat16":  # by twos
         keys, values = keys.transpose(4, 5).flatten(3, 4), values.transpose(3, 4).flatten(2, 3)
     keys = keys.transpose(3, 4).flatten(2, 3)  # 16 columns lie side by side
@@ -52,6 +58,20 @@ def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tenso
         x = x * steps[layer][:, None, None] if steps else x
         found.append(x * scales[layer][: kept.rows, :, :end, None] if scales else x)
     return found[0], found[1]
+
+
+def read_int4(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of int4, whose heads of 16 features are one group."""
+    keys, values = kept.keys[layer], kept.values[layer]
+    keys = torch.cat([keys & 15, keys >> 4], dim=-1)  # [.., T / 16, 2, 16 columns, 8]
+    values = torch.cat([values & 15, values >> 4], dim=3)  # [.., T / 4, DIM, 4 columns]
+    codes = (keys.transpose(3, 4).flatten(4).flatten(2, 3), values.transpose(3, 4).flatten(2, 3))
+    found = []
+    for part, pairs in zip(codes, (kept.key_scales, kept.value_scales), strict=True):
+        middle, step = pairs[layer].float().flatten(2, 4).split(1, dim=-1)  # [.., T, 1]
+        x = (part.float() - 8) * step + middle
+        found.append(x[: kept.rows, :, :end])
+    return found[0] @ ROTATION, found[1]
 
 
 def fill(
@@ -73,8 +93,8 @@ def fill(
 
 
 # Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest
-# number of 8 at most, clamped.
-ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5}
+# number of 8 at most, clamped; of int4 the length of 16 half steps of numbers 7 apart at most.
+ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5, "int4": 4 * 7 / 30}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +103,8 @@ def test_what_is_written_in_pieces_reads_back_within_the_rounding_of_its_kind(ki
     keys, values = fill(kept, [7, 1, 15, 1])
     for found, expected in zip(read(kept, 1, 24), (keys, values), strict=True):
         assert found.shape == expected.shape
-        room = ROOM[kind] * (1 if kind == "int8" else expected.abs().clamp_min(2**-6))
+        whole = kind in ("int8", "int4")
+        room = ROOM[kind] * (1 if whole else expected.abs().clamp_min(2**-6))
         assert ((found - expected).abs() <= room).all()
 
 
@@ -206,12 +227,13 @@ def test_columns_are_cropped_and_written_again():
     assert torch.equal(found, torch.cat([keys[:, :, :5], numbers(2, 3, 9)], dim=2))
 
 
-def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
+def test_smaller_kinds_take_a_half_a_quarter_and_an_eighth_and_integers_their_scales():
     sizes = {kind: cache(kind).nbytes for kind in KINDS}
     assert sizes["bfloat16"] * 2 == sizes["float8"] * 4 == sizes["float32"]
     # layers, keys and values, rows, heads, columns, features, bytes
     assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * DIM * 4
     assert sizes["int8"] == sizes["float8"] + 2 * 2 * 2 * 3 * 48 * 4
+    assert sizes["int4"] == sizes["float8"] // 2 + 2 * 2 * 2 * 3 * 48 * 4  # a group
 
 
 @pytest.mark.parametrize(
@@ -227,8 +249,8 @@ def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
             r"kv cache: keep rows \[\] of 2",
         ),
         (
-            lambda kept: cache("int4"),
-            "kv cache 'int4' is unknown; use one of float32, bfloat16, float8, int8",
+            lambda kept: cache("int2"),
+            "kv cache 'int2' is unknown; use one of float32, bfloat16, float8, int8, int4",
         ),
         (lambda kept: cache("int8", rows=0), "kv cache of 0 rows and 40 positions"),
     ],

@@ -85,7 +85,13 @@ def together(decoder, tokenizer, asked: list[BatchRequest], *, seed: int, **limi
 
 @pytest.mark.parametrize(
     ("scheme", "kv_cache"),
-    [("W8A8", "bfloat16"), ("W4A16", "int8"), ("FP8", "float8"), ("W8A8", "float32")],
+    [
+        ("W8A8", "bfloat16"),
+        ("W4A16", "int8"),
+        ("W8A8", "int4"),
+        ("FP8", "float8"),
+        ("W8A8", "float32"),
+    ],
 )
 def test_a_request_gets_the_same_bits_alone_and_in_any_company(
     folders, tokenizer, scheme, kv_cache
