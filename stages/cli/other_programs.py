@@ -57,11 +57,21 @@ _FOREIGN = Instead(
     "name the other program's folder as ARTIFACT; docs/sources.md has those that are read", ONE
 )
 _FOREIGN_FLAG = Instead(_FOREIGN.remedy)
-_INPUTS = Instead(
-    "leave it out: a scheme says how inputs are rounded: W4A8 per token, and W4A16 in groups "
-    "unless --exact",
-    ONE,
+_BATCH = Instead(
+    "leave it out: with one scale for several tokens each would depend on those beside it; "
+    "PER_BATCH_IC_BLOCK and PER_BATCH have one for each token"
 )
+_INPUTS = ByValue(  # how inputs are rounded at run time; a batch is the rows of one product
+    {
+        "PER_BATCH_IC_BLOCK": LeftOut("W4A16's inputs are rounded so, where --exact is not given"),
+        "PER_BATCH": Instead(
+            "leave it out: scheme W4A8 rounds each token's inputs by one scale",
+        ),
+        "PER_TENSOR": _BATCH,
+        "PER_IC_BLOCK": _BATCH,
+    }
+)
+_QUANT_CONFIG = _value_of("--quant-config")
 _BOOK = Instead("give a text: --prompts book.txt", words=("--prompts", "book.txt"))
 _GREEDY = Becomes(("--temperature", "0"))
 _SAMPLE = Becomes(("--temperature", "1"))
@@ -158,6 +168,8 @@ _RUN = {  # of verbs that run a model
     "--book-source": _BOOK,
     "--lowp-mode": _LOWP,
     "--act-quant-mode": _INPUTS,
+    "--quantization-file": _QUANTIZE_ONE,
+    "-qf": _QUANTIZE_ONE,
     "-d": _value_of("--device"),
     "--mode": ByValue(
         {"OPTIMIZED": (), "VANILLA": ("--decoder", "transformers")},
@@ -345,6 +357,8 @@ MEASURE: Spellings = {
     "--num-gpus": Becomes(("--ranks", "{}", "--tp", "{}"), value=True),
     "--tasks": Instead("give a text: --calibration FILE; tasks are asked by validate", MANY),
     "--output-dir": _value_of("--output"),
+    "--quantization-file": _QUANT_CONFIG,
+    "-qf": _QUANT_CONFIG,
 }
 _ROUNDED = ("--gptq", "--weight-dtype", "--low-precision-checkpoint", "--scheme")
 _MIXED = LeftOut("--dtype of generate and bench says what the rest of the model computes in")
@@ -372,6 +386,8 @@ QUANTIZE: Spellings = {
     "--lowp-mode": LeftOut(_MIXED.why, ONE),
     "--autotp": LeftOut("ranks share the artifact where it runs: generate and bench --ranks N"),
     "--act-quant-mode": _INPUTS,
+    "--quantization-file": _QUANT_CONFIG,
+    "-qf": _QUANT_CONFIG,
     "--low-precision-checkpoint": Instead(
         "leave it out: quantize computes it; `quantflow export DIR -o OUT --format ipex` writes "
         "the checkpoint",

@@ -177,8 +177,27 @@ def test_what_linears_compute_in_has_a_word_for_each_mode_of_intels_runner(mode,
     assert problems("generate", "ART --lowp-mode INT4") == [
         ("--lowp-mode: 'INT4' is unknown", "use one of AUTO, INT8, BF16, FP16, FP32")
     ]
-    (problem,) = problems("generate", "ART --act-quant-mode PER_BATCH")
-    assert problem[1].startswith("leave it out: a scheme says")
+
+
+def test_how_inputs_are_rounded_has_a_word_for_each_mode_of_intels_runner():
+    for verb in ("generate", "bench", "quantize"):
+        assert own(verb, "ART --act-quant-mode PER_BATCH_IC_BLOCK") == ["ART"]
+        (problem,) = problems(verb, "ART --act-quant-mode PER_BATCH")
+        assert "scheme W4A8" in problem[1]
+        for mode in ("PER_TENSOR", "PER_IC_BLOCK"):
+            (problem,) = problems(verb, f"ART --act-quant-mode {mode}")
+            assert "one scale for several tokens" in problem[1]
+
+
+def test_a_file_of_quantization_is_a_quant_config_where_it_quantizes():
+    for option in ("-qf", "--quantization_file", "--quantization-file"):
+        for verb in ("measure", "quantize"):
+            words = own(verb, f"MODEL {option} quant_config.json")
+            assert words == ["MODEL", "--quant-config", "quant_config.json"]
+        for verb in ("generate", "bench"):
+            assert [remedy for _, remedy in problems(verb, f"ART {option} quant_config.json")] == [
+                "quantize first, and name that folder here"
+            ]
 
 
 def test_items_that_are_no_options_are_refused():
