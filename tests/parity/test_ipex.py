@@ -1,12 +1,21 @@
-"""Intel's extension for PyTorch (IPEX) computes from our GPTQ and AWQ tensors what the weights say.
+"""Intel's extension for PyTorch (IPEX) computes from our checkpoints what the weights say.
 
-It has an environment of its own, which IPEX_ENV names (intel-extension-for-pytorch 2.8 with torch
-2.8); without it the test is skipped. This release takes checkpoints in GPTQ's and AWQ's layouts;
-the one with `packed_weight` (quantflow/formats/ipex.py) is that of an older one, 2.1.
+We compute from those that neural-compressor wrote for it what they compute. The programs have
+environments of their own; without one the tests that need it are skipped.
+
+| variable     | holds                                                                           |
+|--------------|---------------------------------------------------------------------------------|
+| IPEX_ENV     | intel-extension-for-pytorch 2.8, torch 2.8, and what quantflow needs            |
+| IPEX_2_1_ENV | intel-extension-for-pytorch 2.1.100, torch 2.1.0, transformers 4.31.0, and what |
+|              | writes its files: neural-compressor 2.3.2, six                                  |
+
+Release 2.8 takes checkpoints in GPTQ's and AWQ's layouts; the one with `packed_weight`
+(quantflow/formats/ipex.py) is that of 2.1, which also takes other names of its tensors.
 """
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +26,15 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import named
+from quantflow.files.checkpoint import KEYS
 from quantflow.formats import LAYOUTS
 from quantflow.formats.weight_layout import integers
+from quantflow.runtime.load import load
+from tests.shared import run
 
 ENVIRONMENT = os.environ.get("IPEX_ENV") or None
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "tiny-llama"
 SCRIPT = """
 import json, sys, torch
 import intel_extension_for_pytorch as ipex
@@ -46,6 +59,83 @@ made = _convert_woq_with_low_precision_checkpoint(model, mapping, tensors, told)
 assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
 with torch.no_grad():
     save_file({"y": made(x).float().contiguous()}, f"{folder}/y.safetensors")
+"""
+# A Llama of their transformers, before programs that load a checkpoint into it or write one of it.
+LLAMA = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)
+folder, output = Path(sys.argv[1]), sys.argv[2]
+words = json.loads((folder / "config.json").read_text())
+named = (
+    "hidden_size intermediate_size max_position_embeddings num_attention_heads "
+    "num_hidden_layers num_key_value_heads rms_norm_eps vocab_size tie_word_embeddings"
+)
+config = LlamaConfig(**{key: words[key] for key in named.split()})
+config.architectures = ["LlamaForCausalLM"]
+model = LlamaForCausalLM(config).eval().float()
+
+
+def finish(model, quantized):
+    # Save the logits and say how many linears are quantized.
+    ids = torch.arange(2, 42)[None]
+    with torch.no_grad():
+        found = model(ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(40)[None])
+    logits = found[0] if isinstance(found, tuple) else found.logits
+    save_file({"logits": logits.float().contiguous()}, output)
+    print(sum(type(module).__name__ == quantized for module in model.modules()))
+"""
+LOAD_2_1 = """
+import intel_extension_for_pytorch
+from intel_extension_for_pytorch.quantization import (
+    WoqLowpMode,
+    get_weight_only_quant_qconfig_mapping,
+)
+from intel_extension_for_pytorch.utils.weight_only_quantization import (
+    _convert_woq_with_low_precision_checkpoint,
+)
+
+(path,) = folder.glob("*.pt")
+table = torch.load(path)
+rest = {name: tensor for name, tensor in table.items() if tensor.is_floating_point()}
+model.load_state_dict(rest, strict=False)  # it takes the linears alone from a checkpoint
+told = folder / "quant_config.json"
+keys = json.loads(told.read_text()) if told.exists() else None
+mapping = get_weight_only_quant_qconfig_mapping(
+    weight_dtype=torch.quint4x2, lowp_mode=WoqLowpMode.NONE
+)
+finish(_convert_woq_with_low_precision_checkpoint(model, mapping, table, keys), "IpexWoqLinear")
+"""
+# The weights of the folder, and a few random texts to calibrate with.
+SOURCE = """
+weights = load_file(folder / "model.safetensors")
+model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+draw = torch.Generator().manual_seed(0)
+texts = torch.randint(2, words["vocab_size"], (4, 64), generator=draw)
+target, ordered = Path(sys.argv[3]), sys.argv[4] == "True"
+"""
+WRITE_2_1 = """
+from neural_compressor import PostTrainingQuantConfig, quantization
+
+chosen = {"bits": 4, "group_size": 128, "scheme": "asym", "algorithm": "GPTQ"}
+asked = PostTrainingQuantConfig(
+    approach="weight_only",
+    op_type_dict={".*": {"weight": chosen}},
+    op_name_dict={".*lm_head": {"weight": {"dtype": "fp32"}}},
+    recipes={"gptq_args": {"act_order": ordered, "nsamples": 4, "use_max_length": False}},
+)
+loader = torch.utils.data.DataLoader(texts, batch_size=1)
+made = quantization.fit(model, asked, calib_dataloader=loader).export_compressed_model(
+    compression_dtype=torch.int32, compression_dim=1, scale_dtype=torch.float16
+)
+torch.save(made.state_dict(), target / "gptq_checkpoint_g128.pt")
+for module in made.modules():
+    if type(module).__name__ == "WeightOnlyLinear":  # its products would be float16's
+        module.scale, module.float_type = module.scale.float(), torch.float32
+finish(made, "WeightOnlyLinear")
 """
 # A linear of every kind beside the reference's product.
 BACKEND = """
@@ -85,15 +175,14 @@ for name, size in (("W4A16", 32), ("W4A16", 128), ("W4A16_ASYM", 64)):
             error,
         )
 """
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"
-    ),
-]
+pytestmark = pytest.mark.slow
+needs_environment = pytest.mark.skipif(
+    ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"
+)
 ROWS, COLUMNS = 64, 256
 
 
+@needs_environment
 @pytest.mark.proof(
     formats="awq, gptq",
     direction="written",
@@ -156,10 +245,12 @@ def in_environment(*words, cwd="."):
     return done.stdout
 
 
+@needs_environment
 def test_the_backend_computes_what_the_weights_say():
     print(in_environment("-c", BACKEND))
 
 
+@needs_environment
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_an_artifact_runs_on_the_extension_and_writes_the_tokens_of_the_reference(tmp_path, scheme):
     """The whole of quantflow beside the extension's torch: rounded, exported, proved, run."""
@@ -171,3 +262,104 @@ def test_an_artifact_runs_on_the_extension_and_writes_the_tokens_of_the_referenc
         for backend in ("ipex", "reference")
     }
     assert len(texts["ipex"]) > 20 and texts["ipex"] == texts["reference"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The example in W4A16_ASYM, as a folder with the checkpoint."""
+    folder = tmp_path_factory.mktemp("exported")
+    asked = ("--scheme", "W4A16_ASYM", "--group-size", "128", "--algorithm", "rtn", "-q")
+    assert run("quantize", EXAMPLE, "-o", folder / "artifact", *asked) == 0
+    line = ("export", folder / "artifact", "-o", folder / "ipex", "--format", "ipex", "-q")
+    assert run(*line) == 0
+    return folder / "ipex"
+
+
+def assert_same_logits(program, folder, tmp_path, *arguments, source=None):
+    """The logits that a program of IPEX_2_1_ENV computes of 28 linears are ours of the folder.
+
+    Args:
+        program: what runs there, after LLAMA.
+        folder: what quantflow runs.
+        tmp_path: where it runs.
+        arguments: more for the program.
+        source: the folder that it reads; None means `folder`.
+    """
+    if not os.environ.get("IPEX_2_1_ENV"):
+        pytest.skip("IPEX_2_1_ENV names no environment with intel-extension-for-pytorch 2.1")
+    python, output = Path(os.environ["IPEX_2_1_ENV"]).absolute() / "bin/python", tmp_path / "y"
+    words = [python, "-c", LLAMA + program, source or folder, output, *arguments]
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) == 28
+    theirs = load_file(output)["logits"]
+    with torch.no_grad():
+        ours = load(folder, decoder="transformers").model(torch.arange(2, 42)[None]).logits
+    error = float((theirs - ours).abs().max() / ours.abs().max())
+    print(f"{folder.name}: largest difference {error:.2e} of the largest logit")
+    assert error < 1e-5
+
+
+@pytest.mark.proof(
+    formats="ipex",
+    direction="written",
+    programs={"intel-extension-for-pytorch": "intel-extension-for-pytorch"},
+    compared="logits of the example from the file, which its loader takes, under the usual names "
+    "and under others: within 1e-5 of float32's largest",
+    environment="IPEX_2_1_ENV",
+)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        None,
+        {
+            "weight_key": "qweight",
+            "scale_key": "scales",
+            "zero_point_key": "qzeros",
+            "bias_key": "bias",
+        },
+    ],
+    ids=["usual names", "other names"],
+)
+def test_the_release_of_the_layout_computes_our_logits_from_the_file(exported, tmp_path, keys):
+    folder = exported
+    if keys is not None:
+        folder = shutil.copytree(folder, tmp_path / "renamed")
+        (path,) = folder.glob("*.pt")
+        leaves = {KEYS[key]: keys[key] for key in KEYS}
+        table = {}
+        for name, tensor in torch.load(path, weights_only=True).items():
+            owner, _, leaf = name.rpartition(".")
+            table[f"{owner}.{leaves.get(leaf, leaf)}"] = tensor
+        torch.save(table, path)
+        (folder / "quant_config.json").write_text(json.dumps(keys))
+    assert_same_logits(LOAD_2_1, folder, tmp_path)
+
+
+@pytest.fixture
+def unquantized(tmp_path):
+    """The example's folder without weights, in which a program writes its checkpoint."""
+    folder = tmp_path / "written"
+    unwanted = shutil.ignore_patterns("*.safetensors", "*.py", "*.png", "training.json")
+    return shutil.copytree(EXAMPLE, folder, ignore=unwanted)
+
+
+@pytest.mark.proof(
+    formats="ipex",
+    direction="read",
+    programs={
+        "neural-compressor": "neural-compressor",
+        "intel-extension-for-pytorch": "intel-extension-for-pytorch",
+    },
+    compared="logits of the example from the file that its GPTQ wrote, as its linears compute them "
+    "and, without `gptq_perm`, the extension: within 1e-5 of float32's largest",
+    environment="IPEX_2_1_ENV",
+)
+@pytest.mark.parametrize("ordered", [False, True], ids=["in order", "gptq_perm"])
+def test_a_file_that_neural_compressor_wrote_for_it_has_its_logits(unquantized, tmp_path, ordered):
+    write = (SOURCE + WRITE_2_1, unquantized, tmp_path, unquantized, ordered)
+    assert_same_logits(*write, source=EXAMPLE)
+    if not ordered:
+        assert_same_logits(LOAD_2_1, unquantized, tmp_path)
