@@ -42,8 +42,9 @@ export DEEPSPEED_ENV ?= $(wildcard artifacts/peers/deepspeed)
 export OLDEST_ENV ?= $(wildcard artifacts/peers/oldest)
 # OpenVINO likewise: openvino-genai, openvino-tokenizers.
 export OPENVINO_ENV ?= $(wildcard artifacts/peers/openvino)
-# Intel's extension likewise, two of them: tests/parity/test_ipex.py says what each holds.
+# Intel's extension likewise, three of them: tests/parity/test_ipex.py says what each holds.
 export IPEX_ENV ?= $(wildcard artifacts/peers/ipex)
+export IPEX_LOADER_ENV ?= $(wildcard artifacts/peers/ipex-loader)
 export IPEX_2_1_ENV ?= $(wildcard artifacts/peers/ipex-2.1)
 
 .PHONY: help install demo table smollm2 test test-slow test-sweep proofs gpu check measure unify quantize export validate clean

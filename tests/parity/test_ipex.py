@@ -3,14 +3,16 @@
 We compute from those that neural-compressor wrote for it what they compute. The programs have
 environments of their own; without one the tests that need it are skipped.
 
-| variable     | holds                                                                           |
-|--------------|---------------------------------------------------------------------------------|
-| IPEX_ENV     | intel-extension-for-pytorch 2.8, torch 2.8, and what quantflow needs            |
-| IPEX_2_1_ENV | intel-extension-for-pytorch 2.1.100, torch 2.1.0, transformers 4.31.0, and what |
-|              | writes its files: neural-compressor 2.3.2, six                                  |
+| variable        | holds                                                                        |
+|-----------------|------------------------------------------------------------------------------|
+| IPEX_ENV        | intel-extension-for-pytorch 2.8, torch 2.8, and what quantflow needs         |
+| IPEX_LOADER_ENV | the same two, and transformers 4.51.3, for which its `llm.optimize` was made |
+| IPEX_2_1_ENV    | intel-extension-for-pytorch 2.1.100, torch 2.1.0, transformers 4.31.0, and   |
+|                 | neural-compressor 2.3.2, six                                                 |
 
 Release 2.8 takes checkpoints in GPTQ's and AWQ's layouts; the one with `packed_weight`
 (quantflow/formats/ipex.py) is that of 2.1, which also takes other names of its tensors.
+neural-compressor up to 2.3 writes it.
 """
 
 import json
@@ -32,9 +34,10 @@ from quantflow.formats.weight_layout import integers
 from quantflow.runtime.load import load
 from tests.shared import run
 
-ENVIRONMENT = os.environ.get("IPEX_ENV") or None
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"
+ROWS, COLUMNS = 64, 256
+LINEARS, FUSED = 28, 20  # quantized linears of the example, and those that 2.8 does not fuse
 SCRIPT = """
 import json, sys, torch
 import intel_extension_for_pytorch as ipex
@@ -60,7 +63,7 @@ assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
 with torch.no_grad():
     save_file({"y": made(x).float().contiguous()}, f"{folder}/y.safetensors")
 """
-# A Llama of their transformers, before programs that load a checkpoint into it or write one of it.
+# A Llama of their transformers, before programs that load a checkpoint into it or write one.
 LLAMA = """
 import json, sys, torch
 from pathlib import Path
@@ -108,6 +111,31 @@ mapping = get_weight_only_quant_qconfig_mapping(
     weight_dtype=torch.quint4x2, lowp_mode=WoqLowpMode.NONE
 )
 finish(_convert_woq_with_low_precision_checkpoint(model, mapping, table, keys), "IpexWoqLinear")
+"""
+LOAD_2_8 = """
+import intel_extension_for_pytorch as ipex
+from intel_extension_for_pytorch.llm.utils import load_low_precision_checkpoint
+from intel_extension_for_pytorch.quantization import (
+    WoqLowpMode,
+    WoqWeightDtype,
+    get_weight_only_quant_qconfig_mapping,
+)
+
+checkpoint = load_low_precision_checkpoint(str(folder))
+mapping = get_weight_only_quant_qconfig_mapping(
+    weight_dtype=WoqWeightDtype.INT4,
+    lowp_mode=WoqLowpMode.NONE,
+    group_size=checkpoint[1]["group_size"],
+)
+made = ipex.llm.optimize(
+    model,
+    dtype=torch.float32,
+    quantization_config=mapping,
+    low_precision_checkpoint=checkpoint,
+    deployment_mode=False,
+    inplace=True,
+)
+finish(made, "WeightOnlyQuantizedLinear")
 """
 # The weights of the folder, and a few random texts to calibrate with.
 SOURCE = """
@@ -176,13 +204,21 @@ for name, size in (("W4A16", 32), ("W4A16", 128), ("W4A16_ASYM", 64)):
         )
 """
 pytestmark = pytest.mark.slow
-needs_environment = pytest.mark.skipif(
-    ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"
-)
-ROWS, COLUMNS = 64, 256
 
 
-@needs_environment
+def in_environment(variable, *words, cwd=None):
+    """The output of its Python, which imports quantflow from this repository."""
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no environment with intel-extension-for-pytorch")
+    line = [str(Path(os.environ[variable]).absolute() / "bin" / "python"), *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, env=environment, cwd=cwd
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.proof(
     formats="awq, gptq",
     direction="written",
@@ -222,10 +258,8 @@ def test_the_extension_computes_from_our_tensors_what_the_weights_say(
     )
     x = torch.randn(7, COLUMNS, generator=generator)
     save_file({"x": x}, tmp_path / "x.safetensors")
-    line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), "-c", SCRIPT, str(tmp_path)]
     asked = json.dumps([layout, ordered, ROWS, COLUMNS])
-    done = subprocess.run([*line, asked], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_environment("IPEX_ENV", "-c", SCRIPT, tmp_path, asked)
     expected = x @ linear.dequantize().T
     error = float(
         (load_file(tmp_path / "y.safetensors")["y"] - expected).abs().max() / expected.abs().max()
@@ -234,31 +268,19 @@ def test_the_extension_computes_from_our_tensors_what_the_weights_say(
     assert error < 1e-5
 
 
-def in_environment(*words, cwd="."):
-    """The output of its Python, which imports quantflow from this repository."""
-    line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        line, capture_output=True, text=True, check=False, env=environment, cwd=cwd
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@needs_environment
 def test_the_backend_computes_what_the_weights_say():
-    print(in_environment("-c", BACKEND))
+    print(in_environment("IPEX_ENV", "-c", BACKEND))
 
 
-@needs_environment
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
 def test_an_artifact_runs_on_the_extension_and_writes_the_tokens_of_the_reference(tmp_path, scheme):
     """The whole of quantflow beside the extension's torch: rounded, exported, proved, run."""
-    asked = ["quantize", ROOT / "examples/tiny-llama", "-o", tmp_path / "a", "--scheme", scheme]
-    in_environment("-m", "quantflow", *map(str, asked), "--algorithm", "rtn", "-q")
-    asked = ["generate", tmp_path / "a", "--prompt", "def main(", "--max-new-tokens", "24", "-q"]
+    program = ("IPEX_ENV", "-m", "quantflow")
+    asked = ("quantize", EXAMPLE, "-o", tmp_path / "a", "--scheme", scheme)
+    in_environment(*program, *asked, "--algorithm", "rtn", "-q")
+    asked = ("generate", tmp_path / "a", "--prompt", "def main(", "--max-new-tokens", "24", "-q")
     texts = {
-        backend: in_environment("-m", "quantflow", *map(str, asked), "--backend", backend)
+        backend: in_environment(*program, *asked, "--backend", backend)
         for backend in ("ipex", "reference")
     }
     assert len(texts["ipex"]) > 20 and texts["ipex"] == texts["reference"]
@@ -266,34 +288,35 @@ def test_an_artifact_runs_on_the_extension_and_writes_the_tokens_of_the_referenc
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The example in W4A16_ASYM, as a folder with the checkpoint."""
+    """The example in 4 bits, as folders of the layouts that IPEX takes."""
     folder = tmp_path_factory.mktemp("exported")
-    asked = ("--scheme", "W4A16_ASYM", "--group-size", "128", "--algorithm", "rtn", "-q")
-    assert run("quantize", EXAMPLE, "-o", folder / "artifact", *asked) == 0
-    line = ("export", folder / "artifact", "-o", folder / "ipex", "--format", "ipex", "-q")
-    assert run(*line) == 0
-    return folder / "ipex"
+    for scheme, layouts in (("W4A16_ASYM", ("ipex", "gptq", "awq")), ("W4A16", ("gptq",))):
+        asked = ("--scheme", scheme, "--group-size", "128", "--algorithm", "rtn", "-q")
+        assert run("quantize", EXAMPLE, "-o", folder / scheme, *asked) == 0
+        for layout in layouts:
+            output = folder / f"{layout} of {scheme}"
+            line = ("export", folder / scheme, "-o", output, "--format", layout, "-q")
+            assert run(*line) == 0
+    return folder
 
 
-def assert_same_logits(program, folder, tmp_path, *arguments, source=None):
-    """The logits that a program of IPEX_2_1_ENV computes of 28 linears are ours of the folder.
+def assert_same_logits(
+    variable, program, folder, tmp_path, *arguments, source=None, linears=LINEARS
+):
+    """Their logits, and how many linears they quantized, are ours of the folder.
 
     Args:
+        variable: names the environment.
         program: what runs there, after LLAMA.
         folder: what quantflow runs.
-        tmp_path: where it runs.
+        tmp_path: a folder for their logits.
         arguments: more for the program.
         source: the folder that it reads; None means `folder`.
+        linears: how many quantized linears its model has.
     """
-    if not os.environ.get("IPEX_2_1_ENV"):
-        pytest.skip("IPEX_2_1_ENV names no environment with intel-extension-for-pytorch 2.1")
-    python, output = Path(os.environ["IPEX_2_1_ENV"]).absolute() / "bin/python", tmp_path / "y"
-    words = [python, "-c", LLAMA + program, source or folder, output, *arguments]
-    done = subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) == 28
+    output = tmp_path / "y.safetensors"
+    words = ("-c", LLAMA + program, source or folder, output, *arguments)
+    assert int(in_environment(variable, *words, cwd=tmp_path).split()[-1]) == linears
     theirs = load_file(output)["logits"]
     with torch.no_grad():
         ours = load(folder, decoder="transformers").model(torch.arange(2, 42)[None]).logits
@@ -324,7 +347,7 @@ def assert_same_logits(program, folder, tmp_path, *arguments, source=None):
     ids=["usual names", "other names"],
 )
 def test_the_release_of_the_layout_computes_our_logits_from_the_file(exported, tmp_path, keys):
-    folder = exported
+    folder = exported / "ipex of W4A16_ASYM"
     if keys is not None:
         folder = shutil.copytree(folder, tmp_path / "renamed")
         (path,) = folder.glob("*.pt")
@@ -335,7 +358,36 @@ def test_the_release_of_the_layout_computes_our_logits_from_the_file(exported, t
             table[f"{owner}.{leaves.get(leaf, leaf)}"] = tensor
         torch.save(table, path)
         (folder / "quant_config.json").write_text(json.dumps(keys))
-    assert_same_logits(LOAD_2_1, folder, tmp_path)
+    assert_same_logits("IPEX_2_1_ENV", LOAD_2_1, folder, tmp_path)
+
+
+@pytest.mark.proof(
+    formats="awq, gptq",
+    direction="written",
+    programs={"intel-extension-for-pytorch": "intel-extension-for-pytorch"},
+    compared="logits of the example from the folder, which its loader takes whole, safetensors or "
+    "a .pt file: within 1e-5 of float32's largest",
+    environment="IPEX_LOADER_ENV",
+)
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [
+        ("gptq of W4A16", False),
+        ("gptq of W4A16_ASYM", False),
+        ("gptq of W4A16_ASYM", True),
+        ("awq of W4A16_ASYM", False),
+        ("awq of W4A16_ASYM", True),
+    ],
+    ids=["symmetric", "gptq", "gptq in .pt", "awq", "awq in .pt"],
+)
+def test_its_loader_takes_our_folder_and_computes_our_logits(exported, tmp_path, name, pickled):
+    folder = exported / name
+    if pickled:
+        folder = shutil.copytree(folder, tmp_path / "pickled")
+        torch.save(load_file(folder / "model.safetensors"), folder / "gptq_checkpoint.pt")
+        for other in ("model.safetensors", "quantflow.json"):
+            (folder / other).unlink(missing_ok=True)
+    assert_same_logits("IPEX_LOADER_ENV", LOAD_2_8, folder, tmp_path, linears=FUSED)
 
 
 @pytest.fixture
@@ -359,7 +411,7 @@ def unquantized(tmp_path):
 )
 @pytest.mark.parametrize("ordered", [False, True], ids=["in order", "gptq_perm"])
 def test_a_file_that_neural_compressor_wrote_for_it_has_its_logits(unquantized, tmp_path, ordered):
-    write = (SOURCE + WRITE_2_1, unquantized, tmp_path, unquantized, ordered)
+    write = ("IPEX_2_1_ENV", SOURCE + WRITE_2_1, unquantized, tmp_path, unquantized, ordered)
     assert_same_logits(*write, source=EXAMPLE)
     if not ordered:
-        assert_same_logits(LOAD_2_1, unquantized, tmp_path)
+        assert_same_logits("IPEX_2_1_ENV", LOAD_2_1, unquantized, tmp_path)

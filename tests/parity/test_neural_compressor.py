@@ -36,6 +36,7 @@ from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
 from quantflow.formats.ipex import IPEXLayout
 from quantflow.formats.weight_layout import integers
+from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -975,3 +976,52 @@ def test_a_mixtures_files_are_read_there_and_its_scales_are_ours(
             for value in maxima
         ]
         assert found == expected
+
+
+# Its 4-bit weights as it saves them, packed along the inputs under names of its own.
+SAVED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from neural_compressor.torch.algorithms.weight_only.rtn import RTNQuantizer
+
+torch.set_num_threads(1)
+asked = dict(
+    dtype="int", bits=4, scheme="asym", group_size=128, group_dim=1, use_full_range=False,
+    use_mse_search=False, use_double_quant=False, double_quant_dtype="int", double_quant_bits=8,
+    double_quant_scheme="sym", double_quant_group_size=256,
+)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+names = [name for name, _ in model.named_modules() if name.endswith("_proj")]
+model = RTNQuantizer(quant_config={name: dict(asked) for name in names}).quantize(
+    model, use_optimum_format=False
+)
+torch.save(model.state_dict(), "quantized_weight.pt")
+with torch.no_grad():
+    logits = model(torch.arange(2, 42)[None]).logits.float()
+torch.save({"logits": logits.contiguous()}, "logits")
+"""
+
+
+@pytest.mark.proof(
+    formats="ipex",
+    direction="read",
+    programs={"neural-compressor": "neural-compressor-pt"},
+    compared="logits of the example, from the .pt file that it saves, packed along the inputs "
+    "under names of its own: within 1e-4",
+    environment="NEURAL_COMPRESSOR_ENV",
+)
+def test_a_folder_around_the_file_that_it_saves_computes_its_logits(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    unwanted = shutil.ignore_patterns("*.safetensors", "*.py", "*.png", "training.json")
+    shutil.copytree(EMBEDDED, folder, ignore=unwanted)
+    call(SAVED, EMBEDDED, cwd=folder)
+    (folder / "logits").rename(tmp_path / "logits")
+    config = {"weight_key": "qweight", "scale_key": "scales", "zero_point_key": "qzeros"}
+    (folder / "quant_config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        ours = load(folder, decoder="transformers").model(torch.arange(2, 42)[None]).logits
+    theirs = torch.load(tmp_path / "logits", weights_only=True)["logits"]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
