@@ -25,8 +25,17 @@ def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, 3, count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Let decode.c write columns, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
+def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Let decode.c write columns, keys not rotated, and attend to them with queries of 0.
+
+    Args:
+        kept: the cache.
+        layer: index of a layer.
+        keys, values: [rows, kv_heads, T, DIM].
+
+    Returns:
+        [rows * T, kv_heads * DIM].
+    """
     shared, count = keys.shape[1:3]
     block = DecoderBlock(products=())
     operations = Operations(
@@ -37,7 +46,7 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
     operations.step(count)
     # [rows, T, 3 heads, DIM]
     qkv = torch.cat([torch.zeros_like(keys), keys, values], dim=1).transpose(1, 2)
-    operations.attend(qkv.reshape(kept.rows * count, -1).contiguous(), layer)
+    return operations.attend(qkv.reshape(kept.rows * count, -1).contiguous(), layer)
 
 
 def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +131,13 @@ def test_int8_has_a_scale_per_head_and_position_worked_by_hand():
     assert kept.value_scales[0][0, :, 0].tolist() == [2.0, 1.0]
     assert kept.values[0][0, :, 0, :2].tolist() == [[127, 1], [-128, 1]]
     assert not kept.keys[0][0, :, 0, 2:, 0].any() and not kept.values[0][0, :, 0, 2:].any()
+
+
+def test_attention_reads_every_code_of_float8():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes.nan_to_num(nan=-448.0).view(16, 1, 1, DIM).expand(-1, 3, -1, -1)
+    found = write(cache("float8", rows=16), 0, torch.zeros_like(codes), codes)
+    assert torch.equal(found, codes.transpose(1, 2).reshape(16, -1))
 
 
 def test_float8_saturates_and_keeps_nan():
