@@ -490,7 +490,7 @@ def test_the_flag_and_the_recipe_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("FP4", "kv_cache: scheme='FP4'"),
+        ("FP6", "kv_cache: scheme='FP6'"),
         ("FP8:per_token", "kv_cache: granularity='per_token'"),
         ("FP8:", "granularity=''"),
     ],

@@ -439,7 +439,7 @@ def test_joules_stand_beside_tokens_where_the_processor_counts_them(artifact, mo
         (("--runs", "0"), "0 runs"),
         (("--input-tokens", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
         (("--decoder", "fast"), "decoder 'fast' is unknown"),
-        (("--kv-cache", "int4"), "kv cache 'int4' is unknown"),
+        (("--kv-cache", "int3"), "kv cache 'int3' is unknown"),
         (("--kernels",), "bench: --kernels beside an artifact"),
     ],
 )

@@ -154,6 +154,17 @@ def test_rows_join_as_the_rules_say_within_the_budgets_in_order_and_all_of_them(
         assert own == sorted(own)
 
 
+def test_a_row_waits_until_there_is_room_for_its_tokens():
+    limits = BatchLimits(max_batch_total_tokens=90, max_batch_prefill_tokens=90)
+    scheduler = Scheduler(limits.resolved(positions=100, pool_tokens=1000))
+    first, second = (Job(number, 10, 40, 0) for number in range(2))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.admit() == [first]
+    scheduler.remove(first)
+    assert scheduler.admit() == [second]
+
+
 def test_a_lower_class_is_passed_so_often_and_no_more():
     scheduler = Scheduler(BatchLimits(max_batch_size=1).resolved(positions=100, pool_tokens=1000))
     low = Job(-1, 4, 1, 0)
