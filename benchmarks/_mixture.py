@@ -9,11 +9,11 @@ bounded by the largest tensor.
 import json
 import math
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _synthetic import TOKENIZER_FILES, bf16_bits
+from _synthetic import TOKENIZER_FILES, bf16_bits, is_made, safetensors_header, stamp
 from numpy.typing import NDArray
 
 GROUP = 32  # inputs that share an exponent
@@ -137,8 +137,7 @@ def make_mixture(folder: Path, shape: MixtureShape, *, seed: int, tokenizer: Pat
         seed: of the weights.
         tokenizer: the folder whose tokenizer is copied.
     """
-    stamp, told = folder.with_name(folder.name + ".json"), {**asdict(shape), "seed": seed}
-    if folder.is_dir() and stamp.is_file() and json.loads(stamp.read_text()) == told:
+    if is_made(folder, shape, seed=seed):
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -152,7 +151,7 @@ def make_mixture(folder: Path, shape: MixtureShape, *, seed: int, tokenizer: Pat
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
-    stamp.write_text(json.dumps(told) + "\n")
+    stamp(folder, shape, seed=seed)
 
 
 def gpt_oss_config(shape: MixtureShape) -> dict[str, object]:
@@ -202,15 +201,8 @@ def gpt_oss_config(shape: MixtureShape) -> dict[str, object]:
 
 def _write(path: Path, specs: list[Spec], shape: MixtureShape, seed: int) -> None:
     """Write one safetensors file, tensor after tensor."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, size in specs:
-        begin, end = end, end + math.prod(size) * (2 if dtype == "BF16" else 1)
-        header[name] = {"dtype": dtype, "shape": list(size), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(safetensors_header(specs))
         for name, _, size in specs:
             file.write(_draw(name, size, shape, seed).data)
 

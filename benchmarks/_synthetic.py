@@ -9,13 +9,15 @@ elements, whatever the size.
 """
 
 import json
+import math
 import shutil
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,17 +121,22 @@ def make_checkpoint(folder: Path, shape: Shape, *, seed: int, tokenizer: Path) -
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index, indent=1, sort_keys=True) + "\n"
     )
-    _stamp(folder).write_text(json.dumps({**asdict(shape), "seed": seed}) + "\n")
+    stamp(folder, shape, seed=seed)
 
 
-def is_made(folder: Path, shape: Shape, *, seed: int) -> bool:
-    """Return whether `make_checkpoint` finished there with this shape and seed."""
-    stamp = _stamp(folder)
+def is_made(folder: Path, shape: Any, *, seed: int) -> bool:
+    """Whether a checkpoint of this shape, a dataclass, and seed is finished there."""
+    made = _stamp(folder)
     return (
         folder.is_dir()
-        and stamp.is_file()
-        and json.loads(stamp.read_text()) == {**asdict(shape), "seed": seed}
+        and made.is_file()
+        and json.loads(made.read_text()) == {**asdict(shape), "seed": seed}
     )
+
+
+def stamp(folder: Path, shape: Any, *, seed: int) -> None:
+    """Say beside a folder that its checkpoint is finished, which `is_made` reads."""
+    _stamp(folder).write_text(json.dumps({**asdict(shape), "seed": seed}) + "\n")
 
 
 def make_calibration(path: Path, *, samples: int, tokens: int, seed: int) -> None:
@@ -192,15 +199,8 @@ def _write_shard(
     path: Path, specs: list[Spec], shape: Shape, seed: int, pool: ThreadPoolExecutor
 ) -> None:
     """Write one safetensors file, chunk after chunk, while the next chunks are drawn."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, size in specs:
-        begin, end = end, end + 2 * int(np.prod(size))
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_header((name, "BF16", size) for name, size in specs))
         running: deque[Future[Bits]] = deque()
         for name, size, begin in _chunks(specs):
             if len(running) == 4:
@@ -208,6 +208,22 @@ def _write_shard(
             running.append(pool.submit(_draw, name, size, begin, shape, seed))
         for future in running:
             file.write(future.result().data)
+
+
+def safetensors_header(specs: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The bytes of a safetensors file before its tensors.
+
+    Args:
+        specs: name, dtype (BF16 or U8) and shape of each tensor, in the order of the file.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, size in specs:
+        begin, end = end, end + math.prod(size) * (2 if dtype == "BF16" else 1)
+        header[name] = {"dtype": dtype, "shape": list(size), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _chunks(specs: list[Spec]) -> Iterator[tuple[str, tuple[int, ...], int]]:
