@@ -9,27 +9,14 @@
    A tile of the weight is what lines hold: 16 rows by 4 columns of int8, or 2 of bfloat16, in 64
    bytes, the next columns in the next line. All but int8 weights are spread to such lines first, for
    as many columns as the first-level cache has room for; all tokens take them from there. A tile of
-   the inputs is 16 tokens by 64 bytes, in 1,024 bytes that follow each other.
-
-   -DQUANTFLOW_EMULATE_TILES computes what the instructions do in C, on any CPU. */
-#ifdef QUANTFLOW_EMULATE_TILES
-#include "tiles_emulated.h"
-#define HAS_TILES 1
-#elif defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_TILES 1
-#else
-#define HAS_TILES 0
-#endif
+   the inputs is 16 tokens by 64 bytes, in 1,024 bytes that follow each other. */
+#include "amx.h"
 
 enum { STRIP = 256 }; /* tokens whose sums are kept at once; a multiple of two tiles */
 
 #if !HAS_TILES
 static int paired(const struct weight *w) { (void)w; return 0; }
 #else
-#include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 enum {
     SIDE = 16,       /* tokens or rows of a tile */
     FEW = 4,         /* tokens of bfloat16 for which tiles are faster */
@@ -46,9 +33,6 @@ struct strip {
     uint8_t line[LINES][2][64];   /* weights that were spread */
     int32_t tile[2][4][SIDE][SIDE]; /* of a group that is over and of the next */
 } __attribute__((aligned(64)));
-
-/* Operand of LDTILECFG: the bytes and the rows of each tile. */
-struct shapes { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; };
 
 /* Tiles by number, as the instructions' names want it: sums of tokens 0 to 15 and 16 to 31 by both
  * halves of the rows, then inputs of both, then both halves of the weight. */
@@ -69,22 +53,6 @@ static int span_of(const struct weight *w, enum math math) {
     const int64_t bytes = w->group * bytes_of(math);
     return bytes % SPAN == 0 ? SPAN : bytes == SPAN / 2 ? SPAN / 2 : 0;
 }
-
-#ifndef QUANTFLOW_EMULATE_TILES
-static int allowed;
-
-/* The kernel saves the tiles of a process that asked for them, since Linux 5.16. */
-static void ask(void) {
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-
-static int tiles_allowed(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, ask);
-    return allowed;
-}
-#endif
 
 /* Whether products of bfloat16 are summed as tiles do. */
 static int paired(const struct weight *w) {
@@ -108,7 +76,7 @@ static void shape(int tokens, int span) {
         shapes.rows[i] = (uint8_t)rows;
         shapes.bytes[i] = (uint16_t)(i == INPUT_0 || i == INPUT_1 ? span : 4 * SIDE);
     }
-    _tile_loadconfig(&shapes);
+    shape_tiles(&shapes);
 }
 
 /* Quantize columns [begin, end) of a token, and zeros up to `padded`, to its rows of tiles. */
@@ -319,6 +287,7 @@ static void multiply_tiles(const struct job *job, int64_t block, int64_t token) 
             int many = (int)(tokens - t < 2 * SIDE ? tokens - t : 2 * SIDE);
             if (many != shaped) shape(shaped = many, span_of(w, job->in.math));
             for (int p = 0; p < PAIRS; p++) {
+                IN_MEMORY(&s);
                 /* the next chunk, in as many parts as there are tiles of tokens */
                 const int64_t bytes = (end - begin) * line, next = end == columns ? PAIRS : 0;
                 fetch(w->data + ((block / 2 + p + next) * columns + end % columns) * line,

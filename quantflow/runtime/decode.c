@@ -14,7 +14,7 @@
  * int4.
  *
  * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities to
- * bfloat16. CPUs that multiply pairs of bfloat16 do so then; sums stay float32.
+ * bfloat16. CPUs that multiply pairs of bfloat16, or tiles of them, do so then; sums stay float32.
  *
  * Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) has one kv head. Its
  * last `latent` features are a column's keys and its values, and lie in the cache once.
@@ -1066,12 +1066,26 @@ INLINE vf load(const void *cache, int64_t at, int64_t kind) {
 
 #include "int4.h"
 
+/* cap * tanh(x / cap), by tanh(y) = 1 - 2 / (1 + exp(2 y)) */
+INLINE vf capped(const Step *s, vf x) {
+    return s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap)));
+}
+
+#include "amx.h"
+#if HAS_TILES
+#include "attention_tiles.h"
+#endif
+
+/* How attention multiplies: floats; or queries and probabilities that it rounds to bfloat16, as pairs
+ * or in tiles. */
+enum products { OF_FLOATS, OF_PAIRS, OF_TILES };
+
 typedef struct {
     const Step *s;
     const Layer *l;
     float *qkv;
     float *out;     /* attention alone writes it */
-    int64_t narrow; /* whether it rounds queries and probabilities */
+    enum products products;
 } Heads;
 
 /* Features of queries, keys, values and output gates of a column; values that are a part of the keys
@@ -1233,7 +1247,7 @@ INLINE void add_rounded_distances(float *scores, const float *slope, const int64
     }
 }
 
-#ifdef __AVX512BF16__
+#if defined __AVX512BF16__ && !HAS_TILES
 enum { HAS_PAIRS = 1 }; /* pairs of bfloat16 can be multiplied as they are */
 #else
 enum { HAS_PAIRS = 0 };
@@ -1289,8 +1303,7 @@ INLINE void query_key_scores(const Step *s, const Layer *l, const int64_t *at, c
             IN_REGISTER(sum[w][g]);
             vf x = sum[w][g];
             if (kind == INT8 && l->key_scales) x *= load(l->key_scales, at[w], FLOAT32);
-            /* cap * tanh(x / cap), by tanh(y) = 1 - 2 / (1 + exp(2 y)) */
-            if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap)));
+            if (s->cap > 0) x = capped(s, x);
             *(vf *)(scores + g * BLOCK + w * LANES) = x;
         }
 }
@@ -1383,13 +1396,18 @@ INLINE void accumulate_latent(const Step *s, const Layer *l, const int64_t *at, 
 }
 
 /* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  2 * pairs is a
- * multiple of LANES. Called only where HAS_PAIRS is 1. */
+ * multiple of LANES. */
 INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
 #ifdef __AVX512BF16__
     for (int64_t i = 0; i < pairs; i += LANES / 2) {
         v8 rounded = (v8)_mm512_cvtneps_pbh((__m512)*(const vf *)(x + 2 * i));
         if (stride == 1) *(v8 *)(out + i) = rounded;
         else for (int j = 0; j < LANES / 2; j++) out[(i + j) * stride] = rounded[j];
+    }
+#else
+    for (int64_t i = 0; i < pairs; i++) {
+        const uint32_t pair = to_bfloat(x[2 * i]) | (uint32_t)to_bfloat(x[2 * i + 1]) << 16;
+        memcpy(out + i * stride, &pair, sizeof pair);
     }
 #endif
 }
@@ -1404,8 +1422,10 @@ INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t strid
  * columns lie in blocks. */
 INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t row,
                         int64_t h, const int64_t *first, const int64_t *end, const float *sink,
-                        const float *slope, const int kind, const int narrow, const int T) {
+                        const float *slope, const int kind, const enum products products,
+                        const int T) {
     enum { GROUPS = BLOCK / LANES };
+    const int narrow = products == OF_PAIRS;
     const int W = (T > 4 ? 2 : 4) / (REGISTERS == 16 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
     int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
     int64_t dynamic = kind == INT8 && l->key_scales;              /* scales of each column */
@@ -1420,7 +1440,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     float largest[QUERIES] __attribute__((aligned(64)));
     float shrink[QUERIES] __attribute__((aligned(64)));
     float total[TILE];
-    float queries[MAX_HEAD_DIM * TILE]; /* [head_dim, T], or pairs [head_dim / 2, T] */
+    /* [head_dim, T], or pairs [head_dim / 2, T], or for tiles [T, head_dim] in bfloat16 */
+    float queries[MAX_HEAD_DIM * TILE];
     float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
     for (int g = 0; g < QUERIES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
     for (int g = 0; g < T; g++) total[g] = l->sinks ? 1 : 0; /* exp(sink - sink) */
@@ -1429,6 +1450,13 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         float *own = sums + g * dim;
         for (int64_t i = 0; i < dim; i++) own[i] = q[g][i] * unit;
         if (narrow) round_pairs(own, queries + g, dim / 2, T);
+#if HAS_TILES
+        else if (products == OF_TILES) {
+            const int64_t whole = (dim + DEPTH - 1) / DEPTH * DEPTH;
+            memset(queries + (g * whole + dim) / 2, 0, (size_t)(whole - dim) * 2);
+            round_pairs(own, queries + g * whole / 2, dim / 2, 1);
+        }
+#endif
         else for (int64_t i = 0; i < dim; i++) queries[i * T + g] = own[i];
     }
     memset(sums, 0, sizeof *sums * T * dim);
@@ -1441,6 +1469,12 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         for (int64_t j = 0; j < groups; j++) at[j] = cache_column(s, row, h, begin + j * LANES);
         for (; kind == INT4 && group < groups; group++)
             int4_scores(s, l, at[group], &rounded, scores + group * LANES, T);
+#if HAS_TILES
+        if (products == OF_TILES) {
+            tile_scores(s, l, at, (to + SIDE - 1) / SIDE, queries, scores, T);
+            group = groups;
+        }
+#endif
         for (; kind != INT4 && group + W <= groups; group += W)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
         for (; group < groups; group++)
@@ -1460,7 +1494,13 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
             if (dim % 32) int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 16, T);
             else int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 32, T);
         }
-        if (narrow) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
+        if (products != OF_FLOATS) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
+#if HAS_TILES
+        if (products == OF_TILES) {
+            tile_values(s, l, at, from, to, probabilities, shrink, sums, T);
+            continue;
+        }
+#endif
         for (; i + W * LANES <= dim; i += W * LANES)
             accumulate_values(s, l, at, from, to, scores, probabilities, shrink, sums, i, kind,
                               narrow, T, W);
@@ -1482,7 +1522,8 @@ static void attend_unit(const void *context, int64_t unit) {
     const float *qkv = t->qkv;
     float *out = t->out;
     const int64_t dim = s->head_dim, width = width_of(s), outs = s->latent ? s->latent : dim;
-    const int64_t group = s->query_heads / s->kv_heads, narrow = t->narrow;
+    const int64_t group = s->query_heads / s->kv_heads;
+    const enum products products = t->products;
     int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads;
     int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
     int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
@@ -1502,21 +1543,30 @@ static void attend_unit(const void *context, int64_t unit) {
             first[g] += (end[g] - 1 - first[g]) / l->chunk * l->chunk;
         if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
     }
-#define ATTEND_TILE(KIND, NARROW, T) \
-    if (s->kind == KIND && narrow == NARROW && size == T) \
-        attend_tile(s, l, q, to, row, head, first, end, sink, slope, KIND, NARROW, T);
-#define ATTEND(KIND, NARROW) \
-    ATTEND_TILE(KIND, NARROW, 1) \
-    ATTEND_TILE(KIND, NARROW, 3) \
-    ATTEND_TILE(KIND, NARROW, 4) \
-    ATTEND_TILE(KIND, NARROW, 8)
-    /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call. int4 has no 3,
-     * which would take the compiler seconds. */
+#define ATTEND_TILE(KIND, PRODUCTS, T) \
+    if (s->kind == KIND && products == PRODUCTS && size == T) \
+        attend_tile(s, l, q, to, row, head, first, end, sink, slope, KIND, PRODUCTS, T);
+#define ATTEND(KIND, PRODUCTS) \
+    ATTEND_TILE(KIND, PRODUCTS, 1) \
+    ATTEND_TILE(KIND, PRODUCTS, 3) \
+    ATTEND_TILE(KIND, PRODUCTS, 4) \
+    ATTEND_TILE(KIND, PRODUCTS, 8)
+    /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call. int4 and tiles
+     * have no 3, which would take the compiler seconds. */
     int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
-    if (s->kind == INT4 && size == 3) size = 4;
-    ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
-    ATTEND_TILE(INT4, 0, 1) ATTEND_TILE(INT4, 0, 4) ATTEND_TILE(INT4, 0, 8)
-    if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
+    if (size == 3 && (s->kind == INT4 || products == OF_TILES)) size = 4;
+    ATTEND(FLOAT32, OF_FLOATS) ATTEND(BFLOAT16, OF_FLOATS)
+    ATTEND(FLOAT8, OF_FLOATS) ATTEND(INT8, OF_FLOATS)
+    ATTEND_TILE(INT4, OF_FLOATS, 1) ATTEND_TILE(INT4, OF_FLOATS, 4) ATTEND_TILE(INT4, OF_FLOATS, 8)
+    if (HAS_PAIRS) { ATTEND(BFLOAT16, OF_PAIRS) }
+#if HAS_TILES
+    if (products != OF_TILES) return;
+    shape_attention((int)size);
+    ATTEND_TILE(BFLOAT16, OF_TILES, 1)
+    ATTEND_TILE(BFLOAT16, OF_TILES, 4)
+    ATTEND_TILE(BFLOAT16, OF_TILES, 8)
+    _tile_release();
+#endif
 }
 
 /* Multiply what the heads of a column put out by the sigmoids of their gates. */
@@ -1529,6 +1579,14 @@ static void gate_heads(const void *context, int64_t column) {
         *(vf *)(out + i) /= 1.0f + exponentials(-*(const vf *)(gate + i));
 }
 
+static enum products products_of(const Step *s) {
+    if (!s->rounds || s->kind != BFLOAT16) return OF_FLOATS;
+#if HAS_TILES
+    if (s->head_dim % SIDE == 0 && tiles_allowed()) return OF_TILES;
+#endif
+    return HAS_PAIRS ? OF_PAIRS : OF_FLOATS;
+}
+
 /* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
  * query_heads * head_dim], or a latent for each head */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
@@ -1537,7 +1595,7 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     for (int64_t row = 0; row < s->rows; row++)
         seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
     Heads context = {.s = s, .l = l, .qkv = (float *)qkv, .out = out,
-                  .narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16};
+                     .products = products_of(s)};
     share(attend_unit, &context, tiles * s->kv_heads, seen * TILE * s->kv_heads * s->head_dim,
           PRODUCTS_WORTH_A_THREAD);
     if (!s->output_gate) return;

@@ -64,6 +64,7 @@ def test_the_tests_of_the_decoder_pass_in_registers_of_four_lanes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("march", ["x86-64-v3", pytest.param("native", marks=pytest.mark.sweep)])
-def test_the_tests_of_kernels_pass_with_tiles_that_c_emulates(tmp_path, march):
+def test_the_tests_of_kernels_and_attention_pass_with_tiles_that_c_emulates(tmp_path, march):
     option = f"-march={march} -DQUANTFLOW_EMULATE_TILES"
-    assert "kernels" in run_as(tmp_path, option, TESTS[:2], chosen="")
+    built = run_as(tmp_path, option, TESTS[:3], chosen=OTHER_SUMS)
+    assert {"kernels", "decode"} <= built

@@ -94,9 +94,13 @@ def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tests, cache, tmp_pa
 def test_tiles_stay_within_their_memory(cache, tmp_path):
     """AMX's instructions read memory that the sanitizer does not see; their emulation is C."""
     compiler = compiler_with(tmp_path, "-DQUANTFLOW_EMULATE_TILES")
-    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", "dtype0"]
-    test = "tests/unit/backends/test_kernels.py::test_many_tokens_get_the_bits_that_each_gets_alone"
-    result = checked(["-m", "pytest", *options, test], cache, CC=compiler)
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
+    tests = [
+        "tests/unit/backends/test_kernels.py::test_many_tokens_get_the_bits_that_each_gets_alone",
+        "tests/unit/runtime/test_operations.py",
+    ]
+    chosen = "dtype0 or rounded or bits_of_a_query"
+    result = checked(["-m", "pytest", *options, "-k", chosen, *tests], cache, CC=compiler)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 

@@ -38,24 +38,25 @@ def attended(
     shift: float = 0.0,
     kind: str = "float32",
     rounds: bool = False,
+    dim: int = DIM,
     **block_options,
 ):
-    """Feed columns in pieces; their outputs [B, T, query, DIM], and their queries, keys, values."""
-    heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=DIM, scale=0.7, eps=1e-6)
+    """Feed columns in pieces; their outputs [B, T, query, dim], and their queries, keys, values."""
+    heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=dim, scale=0.7, eps=1e-6)
     block = DecoderBlock(products=(), window=window, **block_options)
     operations = Operations(heads, [block], rounds=rounds)
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(
-        kind=kind, rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM
+        kind=kind, rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=dim
     )
     for tensor in (*cache.keys, *cache.values):
         # NaN, where there is one: nothing may be read that was not written
         tensor.view(torch.uint8).fill_(0xFF)
     cache.padding.copy_(torch.tensor(padding))
     # no rotation
-    operations.begin(cache, [(torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))])
+    operations.begin(cache, [(torch.ones(cache.capacity, dim), torch.zeros(cache.capacity, dim))])
     qkv = torch.randn(
-        rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed)
+        rows, capacity, query + 2 * shared, dim, generator=torch.Generator().manual_seed(seed)
     )
     # all scores fall by 0.7 shift^2
     qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift
@@ -63,7 +64,7 @@ def attended(
     for count in counts:
         operations.step(count)
         piece = qkv[:, cache.length : cache.length + count].reshape(rows * count, -1).clone()
-        found.append(operations.attend(piece, 0).view(rows, count, query, DIM).clone())
+        found.append(operations.attend(piece, 0).view(rows, count, query, dim).clone())
         cache.length += count
     return torch.cat(found, dim=1), *qkv.double().split([query, shared, shared], dim=2)
 
@@ -129,14 +130,18 @@ def test_queries_grow_with_their_positions_in_the_text():
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("rounds", [False, True])
+# features of a head: half of a tile, a tile and a half, four sums and one more, six
+@pytest.mark.parametrize(
+    ("rounds", "dim"), [(False, 16), (True, 16), (True, 48), (True, 80), (True, 96)]
+)
 @settings(max_examples=25)
 @texts
 def test_over_a_bfloat16_cache_queries_and_attention_probabilities_are_rounded_where_they_may_be(
-    rounds, counts, heads, window, padding, seed
+    rounds, dim, counts, heads, window, padding, seed
 ):
     query, shared = heads
     shape = {"query": query, "shared": shared, "window": window, "padding": padding, "seed": seed}
+    shape["dim"] = dim
     found, q, k, v = attended(counts=counts, kind="bfloat16", rounds=rounds, **shape)
     k, v = k.bfloat16().double(), v.bfloat16().double()
 
@@ -182,10 +187,11 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 
 @pytest.mark.parametrize("kind, rounds", [*((kind, False) for kind in KINDS), ("bfloat16", True)])
 @pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize("block", [16, 32])
 def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
-    kind, rounds, window
+    kind, rounds, window, block
 ):
-    query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
+    query, shared, lengths = 6, 2, [90, 1, 47, 64]
     heads = Heads(num_heads=query, num_kv_heads=shared, head_dim=DIM, scale=0.7, eps=1e-6)
     layer = DecoderBlock(products=(), window=window)
     generator = torch.Generator().manual_seed(2)
@@ -207,8 +213,8 @@ def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
         operations = began(1, 96)
         operations.step(len(text))
         alone.append(operations.attend(text.clone(), 0).clone())
-    operations = began(12, block)
-    table = torch.randperm(12, generator=generator).view(4, 3)
+    operations = began(4 * 96 // block, block)
+    table = torch.randperm(4 * 96 // block, generator=generator).view(4, -1)
     together, done = [[] for _ in texts], [0] * len(texts)
     for rows, counts in (([0, 1, 2, 3], [20, 1, 46, 63]), ([3, 0, 2], [1, 1, 1]), ([0], [69])):
         first = torch.tensor([0, *counts]).cumsum(dim=0)
