@@ -27,7 +27,8 @@ class MeasureJob:
         output: the folder, which gets one folder per rank.
         calibration: the text, and how much of it; no source is the shipped text.
         options: ranks and statistics. `stats` None takes what `entries` need, or what every scheme
-            needs; empty keeps the token ids alone, and no layer runs unless there are experts.
+            needs; empty keeps the token ids alone, and no layer runs unless there are experts whose
+            tokens `entries` do not count themselves.
         entries: the artifacts that will be made.
         seed: seed of the choice of documents.
         revision: revision of a model on the hub.

@@ -11,7 +11,8 @@ With N ranks N processes are started, and unify merges their measurements; or th
 an outer torchrun, over several machines. Each measures every N-th sequence (dp), or with `tp` a
 slice of every linear (quantflow/measuring/replicas.py). Memory is that of one decoder layer in
 float32, whatever the depth of the model (quantflow/measuring/observe.py). For a mixture of experts
-the tokens that the router sends to each are counted too, whatever statistics are wanted.
+the tokens that the router sends to each are counted too, whatever statistics are wanted. Where none
+is, and quantize counts the tokens while it collects Hessians (`counts_in_measure`), no layer runs.
 """
 
 import time
@@ -69,7 +70,7 @@ from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.device_memory import allow_on_device, measure_on_device
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration
-from quantflow.planning.requirements import statistics_for
+from quantflow.planning.requirements import counts_in_measure, statistics_for
 from quantflow.planning.resources import account, allow_measure
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -78,6 +79,7 @@ from quantflow.sources.models import model_folder
 VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = DEFAULT
+UNCOUNTED = "uncounted"  # among the inputs of a mixture's measurement without a layer that ran
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -139,6 +141,17 @@ def _stats(job: MeasureJob) -> tuple[str, ...]:
     return tuple(statistics_for(job.entries)) if job.entries else DEFAULT_STATS
 
 
+def _counts(job: MeasureJob, graph: Graph) -> bool:
+    """Whether the tokens of experts are counted; wherever layers run they are."""
+    return graph.sparse and (bool(_stats(job)) or counts_in_measure(job.entries))
+
+
+def _is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the measurement, or the same with a count that is not asked for."""
+    counted = {name: value for name, value in inputs.items() if name != UNCOUNTED}
+    return any(stage_folder.is_up_to_date(folder, each) for each in (inputs, counted))
+
+
 def _launch(job: MeasureJob, progress: Progress) -> None:
     """Start one process per rank, after mistakes that every rank would make are refused once."""
     source = open_source(job.model)
@@ -151,10 +164,7 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
     folders = [
         rank_folder(job.output, rank, job.options.ranks) for rank in range(job.options.ranks)
     ]
-    if all(
-        stage_folder.is_up_to_date(folder, {**inputs, "rank": rank})
-        for rank, folder in enumerate(folders)
-    ):
+    if all(_is_up_to_date(folder, {**inputs, "rank": rank}) for rank, folder in enumerate(folders)):
         progress.say("measure: up to date")
         return
     for rank, folder in enumerate(folders):
@@ -254,6 +264,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
     }
     device = _device(job)
     products = products_of(_stats(job), device)
+    graph = graph_for(source.config)
     return {
         "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
@@ -271,6 +282,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         **device.key(),
         **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
         **({} if products == torch.float32 else {"products": str(products)}),
+        **({UNCOUNTED: True} if graph.sparse and not _counts(job, graph) else {}),
         "version": VERSION,
         "tools": tools(),
     }
@@ -293,7 +305,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
     inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
     replica = _replica_of(job, source, rank=rank, world=world)
     with stage_folder.locked(folder), single_threaded(), device.deterministic(), torch.no_grad():
-        finished = stage_folder.is_up_to_date(folder, inputs)
+        finished = _is_up_to_date(folder, inputs)
         if replica.all(finished):  # otherwise a finished card helps the others to their sums
             disk.remove_tree(work)  # the resume state
             progress.say("measure: up to date")
@@ -307,7 +319,12 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         sizes = model_size(source.checkpoint.infos, source.config, graph)
         lengths = [len(sequences[i]) for i in mine]
         allowance = allow_measure(
-            job.resources, sizes, lengths=lengths, stats=_stats(job), folder=folder
+            job.resources,
+            sizes,
+            lengths=lengths,
+            stats=_stats(job),
+            counts=_counts(job, graph),
+            folder=folder,
         )
         dtype = RUNNING[job.compute.dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
@@ -324,7 +341,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"),
         )
         statistics: Mapping[str, Tensor] = {}
-        if _stats(job) or graph.sparse:
+        if _stats(job) or _counts(job, graph):
             # Sequences that run at once would add up over the cards in an order of their own on
             # each; a device is parallel inside.
             count = allowance.workers if replica.cards == 1 and device.is_host else 1

@@ -81,17 +81,25 @@ class MemoryNeed:
         return base + max(fixed + workers * each for fixed, each in self.peaks)
 
 
-def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> MemoryNeed:
+def need_measure(
+    model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], counts: bool = True
+) -> MemoryNeed:
     """Memory and disk of measure: a layer in float32, a sequence's forward per worker, statistics.
 
-    Without statistics no layer runs, unless there are experts, whose tokens are counted. Hidden
+    Without statistics no layer runs, unless there are experts whose tokens are counted. Hidden
     states are on disk, and so are each layer's statistics until all are there. Then all are in
     memory together, except for matrices, which are read one at a time. Where gradients are measured
     too, the input of each layer waits on disk for the backward pass. There, a sequence's sums of
     products of gradients stand beside the sums of all sequences before it.
+
+    Args:
+        model: sizes of the model.
+        lengths: tokens of each sequence.
+        stats: observers of every linear's input.
+        counts: whether the tokens of experts are counted (`counts_in_measure`).
     """
     ids = 8 * sum(lengths)
-    if not stats and not model.sparse:
+    if not stats and not (model.sparse and counts):
         return MemoryNeed(stage="measure", peaks=((2 * ids, 0),), result=ids)
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)

@@ -75,10 +75,17 @@ class Speed:
     rounded: Mapping[str, float]
     gptq: Mapping[str, GptqSpeed]
 
-    def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
+    def measure(
+        self,
+        model: ModelSize,
+        lengths: Sequence[int],
+        stats: Sequence[str],
+        *,
+        counts: bool = True,
+    ) -> float:
         """Seconds of measure: it hashes the source, reads it, runs it, and observes every input."""
         hashing = self.hashed * model.stored / self.cores
-        if not stats and not model.sparse:
+        if not stats and not (model.sparse and counts):
             return hashing
         tokens = sum(lengths)
         features = sum(layer.features for layer in model.layers)

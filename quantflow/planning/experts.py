@@ -29,6 +29,7 @@ from quantflow.errors import UsageError
 
 PER_FEATURE = 2  # tokens per input feature where weights are rounded by statistics of the input
 FOR_RANGE = 100  # tokens that a static input needs
+REFUSING = "error"  # before the first layer
 SHARE_MAX = "share_max"
 ROUTED = "routed"
 

@@ -53,7 +53,7 @@ from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Recipe
-from quantflow.planning.requirements import statistics_for
+from quantflow.planning.requirements import counts_in_measure, statistics_for
 from quantflow.planning.resources import grant, memory_limit
 from quantflow.planning.sizes import (
     FORMAT,
@@ -218,13 +218,14 @@ def _stages(
     )
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
-        seconds = took(lambda each: each.measure(model, share, stats))
+        counts = counts_in_measure(recipe.quantize)
+        seconds = took(lambda each: each.measure(model, share, stats, counts=counts))
         there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
         stages.append(
             _stage(
                 "measure",
                 None,
-                need_measure(model, lengths=share, stats=stats),
+                need_measure(model, lengths=share, stats=stats, counts=counts),
                 job,
                 seconds,
                 there=there,

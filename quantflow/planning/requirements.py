@@ -34,6 +34,7 @@ from quantflow.observers.histogram import COUNTS
 from quantflow.observers.min_max import MAX_VAL, MIN_VAL
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning.compatibility import KNOWN, check_transforms
+from quantflow.planning.experts import REFUSING
 from quantflow.planning.recipe import HeadSettings, MtpSettings, Override, Quantize, SignRound, Tune
 from quantflow.transforms import ROTATIONS, smoothquant
 
@@ -86,6 +87,25 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     if any(entry.kv_cache is not None for entry in entries):
         needs |= {AMAX.name}
     return observers_for(needs)
+
+
+def counts_in_measure(entries: Sequence[Quantize]) -> bool:
+    """Whether measure counts the tokens that a mixture's router sends to each expert.
+
+    It does unless every entry counts them in quantize, in the pass that collects Hessians or
+    gradients anyway, and has a policy that acts on one layer at a time. `error` does not: it
+    refuses before the first layer. Without entries nobody knows who reads the measurement.
+
+    Raises:
+        UsageError: an algorithm or transform is unknown.
+    """
+    return not entries or not all(map(_counts_in_quantize, entries))
+
+
+def _counts_in_quantize(entry: Quantize) -> bool:
+    learns = learned_of(entry) is not None or tune_of(entry) is not None
+    hessians = HESSIAN_SUM.name in needs_of(entry, _schemes_named(entry))
+    return entry.experts != REFUSING and (hessians or learns)
 
 
 def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:

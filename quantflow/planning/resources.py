@@ -66,6 +66,7 @@ def allow_measure(
     *,
     lengths: Sequence[int],
     stats: Sequence[str],
+    counts: bool,
     folder: Path,
 ) -> Allowance:
     """Allowance of measure for sequences of these lengths; see `need_measure`.
@@ -73,7 +74,9 @@ def allow_measure(
     Raises:
         ResourceError: the stage does not fit; the message gives what is needed and what there is.
     """
-    return grant(need_measure(model, lengths=lengths, stats=stats), resources, folder=folder)
+    return grant(
+        need_measure(model, lengths=lengths, stats=stats, counts=counts), resources, folder=folder
+    )
 
 
 def allow_quantize(

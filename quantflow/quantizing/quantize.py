@@ -27,7 +27,7 @@ layer; the ranks share its work and exchange the results (quantflow/distributed/
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -77,7 +77,12 @@ from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantizing.planned_model import PlannedModel, planned
 from quantflow.quantizing.shards.share import STAGE, WHOLE, CardShare
 from quantflow.quantizing.static_inputs import inputs_of
-from quantflow.quantizing.undercalibrated import check_before, described
+from quantflow.quantizing.undercalibrated import (
+    Short,
+    check_before,
+    described,
+    short_in_records,
+)
 from quantflow.sources.models import model_folder
 from quantflow.units import duration
 
@@ -307,10 +312,7 @@ def _quantize(
     shorts = check_before(
         plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=model.shapes
     )
-    if shorts:
-        progress.say(
-            f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
-        )
+    _say_short(shorts, job.entry, progress)
     known = (
         inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts)
         if plan.file_to_file
@@ -396,6 +398,9 @@ def _quantize(
                 )
                 if not stays:
                     return job.output  # unfinished: schemes are chosen again
+            if not shorts and plan.experts is not None:  # the measurement counted none
+                records = [layer_store.record(job.output, each.index) for each in graph.layers]
+                _say_short(short_in_records(graph, records), job.entry, progress)
         disk.write_atomic(
             job.output / "quantize.json", canonical_json(_summary(job, model, measurement))
         )
@@ -416,6 +421,11 @@ def _quantize(
         ):
             progress.note(line)
     return job.output
+
+
+def _say_short(shorts: Sequence[Short], entry: Quantize, progress: Progress) -> None:
+    if shorts:
+        progress.say(f"quantize {entry.name}: {described(shorts)}; --experts {entry.experts}")
 
 
 def _allow(

@@ -106,6 +106,22 @@ def short_of_tokens(
     return found
 
 
+def short_in_records(graph: Graph, records: Iterable[Mapping[str, Any]]) -> list[Short]:
+    """The groups that got too few tokens, by the records of their quantized layers.
+
+    Args:
+        graph: the model's.
+        records: record of each layer, in order.
+    """
+    return [
+        Short(group=group, **short[group.linears[0]])
+        for layer, record in zip(graph.layers, records, strict=True)
+        if (short := record.get("experts", {}).get("short"))
+        for group in layer.groups
+        if group.linears[0] in short
+    ]
+
+
 def described(shorts: Sequence[Short]) -> str:
     """The experts with too few tokens, in one line; each once, with the linear that lacks most."""
     worst: dict[str | None, Short] = {}

@@ -27,6 +27,7 @@ from quantflow.models.open import graph_for
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Calibration, Measure, Quantize, recipe_from
+from quantflow.progress import Silent
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.undercalibrated import Short, described, short_of_tokens, treat
@@ -92,12 +93,16 @@ def write(folder, tokenizer_of, **options):
     return folder
 
 
-def measured(model, folder, text, **options):
+def measured(model, folder, text, entries=(), **options):
     calibration = Calibration(source=str(text), samples=6, sequence_length=48)
-    measure.run(
-        MeasureJob(model=model, output=folder, calibration=calibration, options=Measure(**options)),
-        QUIET,
+    job = MeasureJob(
+        model=model,
+        output=folder,
+        calibration=calibration,
+        options=Measure(**options),
+        entries=entries,
     )
+    measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -193,6 +198,79 @@ def test_tokens_are_counted_though_no_statistic_is_asked_for(starving, text_file
     found = json.loads((folder / "measurement.json").read_text())
     assert [row["tokens"] for row in found["routed"].values()] == tokens_by_hand(starving, folder)
     assert found["observers"] == []
+
+
+class Told(Silent):
+    """A progress that keeps the lines for people."""
+
+    def __init__(self):
+        """Begin without lines."""
+        self.lines = []
+
+    def say(self, text):
+        """Keep the line."""
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize("policy", ["damp", "rtn", "all"])
+def test_quantize_counts_tokens_itself_where_the_policy_acts_on_one_layer_at_a_time(
+    starving, text_files, tmp_path, policy, monkeypatch
+):
+    entry = Quantize(name="x", **GPTQ, experts=policy)
+    counted = measured(starving, tmp_path / "counted", text_files["calibration"], stats=())
+    with monkeypatch.context() as patched:
+        patched.delattr(measure, "Observation")  # no layer runs
+        plain = measured(starving, tmp_path / "plain", text_files["calibration"], (entry,))
+    assert "routed" not in json.loads((plain / "measurement.json").read_text())
+    told, made_from = Told(), {}
+    for name, folder in (("counted", counted), ("plain", plain)):
+        output = tmp_path / f"{name}-quantized"
+        job = QuantizeJob(model=starving, output=output, entry=entry, measurement=folder)
+        made_from[name] = quantize.run(job, told if folder is plain else QUIET)
+    found, expected = made_from["plain"], made_from["counted"]
+    for path in sorted(expected.glob("layers/*.safetensors")):
+        assert (found / "layers" / path.name).read_bytes() == path.read_bytes()
+    assert (found / "canary.json").read_bytes() == (expected / "canary.json").read_bytes()
+    records = layers(found)
+    # a layer's key names the measurement
+    assert records == [
+        {**other, "key": mine["key"]} for mine, other in zip(records, layers(expected), strict=True)
+    ]
+    assert [layer["experts"]["tokens"] for layer in records] == tokens_by_hand(starving, plain)
+    line = (
+        "quantize x: 2 experts got fewer calibration tokens than needed: "
+        f"{expert(UNREACHED)} (0 of {NEEDED}), {expert(UNREACHED, 1)} (0 of {NEEDED}); "
+        f"--experts {policy}"
+    )
+    assert (line in told.lines) == (policy != "all")
+
+
+def test_a_measurement_without_counts_leaves_the_refusal_to_the_first_layer_that_is_short(
+    starving, text_files, tmp_path
+):
+    damping = Quantize(name="x", **GPTQ, experts="damp")
+    plain = measured(starving, tmp_path / "m", text_files["calibration"], (damping,))
+    with pytest.raises(StatisticsError) as caught:
+        made(starving, tmp_path / "q", plain, **GPTQ)
+    assert caught.value.cause == (
+        "model.layers.0: 1 expert got fewer calibration tokens than needed: "
+        f"{expert(UNREACHED)} (0 of {NEEDED})"
+    )
+
+
+def test_a_measurement_that_counted_serves_an_entry_that_counts_itself_and_not_the_other_way_round(
+    starving, text_files, tmp_path
+):
+    refusing, damping = (Quantize(name="x", **GPTQ, experts=policy) for policy in ("error", "damp"))
+    folder, text = tmp_path / "m", text_files["calibration"]
+    counted = measured(starving, folder, text, (refusing,))
+    record = (counted / "measurement.json").read_bytes()
+    assert "routed" in json.loads(record)
+    again = measured(starving, folder, text, (damping,))
+    assert (again / "measurement.json").read_bytes() == record
+    measured(starving, tmp_path / "plain", text, (damping,))
+    with pytest.raises(UsageError, match="holds a finished result with uncounted = true"):
+        measured(starving, tmp_path / "plain", text, (refusing,))
 
 
 def test_an_expert_that_saw_nothing_has_the_statistics_of_nothing(measurement):

@@ -8,8 +8,8 @@ from transformers import FalconConfig, LlamaConfig
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.open import graph_for
 from quantflow.planning.plan import kept_for_few_inputs, left_out, narrowed, resolve
-from quantflow.planning.recipe import Override, Quantize
-from quantflow.planning.requirements import entries_of, statistics_for
+from quantflow.planning.recipe import Override, Quantize, Tune
+from quantflow.planning.requirements import counts_in_measure, entries_of, statistics_for
 
 GRAPH = graph_for(
     LlamaConfig(
@@ -408,6 +408,25 @@ def test_measure_observes_what_a_search_reads_and_no_rows():
     assert statistics_for([Quantize(name="a", scheme="W4A16", transforms=({"awq": {}},))]) == (
         "mean_abs",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ({"scheme": "W4A16"}, True),  # `error` refuses before the first layer
+        ({"scheme": "W4A16", "experts": "damp"}, False),
+        ({"scheme": "W4A16", "experts": "rtn"}, False),
+        ({"scheme": "W4A16", "experts": "all"}, False),
+        ({"scheme": "W4A16", "algorithm": "signround", "experts": "damp"}, False),
+        ({"scheme": "W4A16", "algorithm": "rtn", "experts": "damp"}, True),  # no text runs
+        ({"scheme": "W4A16", "algorithm": "rtn", "experts": "damp", "tune": Tune()}, False),
+    ],
+)
+def test_measure_counts_tokens_of_experts_unless_quantize_does(words, counts):
+    entry = Quantize(name="a", **words)
+    assert counts_in_measure([entry]) == counts
+    assert counts_in_measure([entry, Quantize(name="b", scheme="FP8_DYNAMIC")])
+    assert counts_in_measure([])
 
 
 def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,15 @@ def test_the_way_back_takes_three_more_passes_through_every_layer():
 def test_measuring_nothing_runs_no_layer():
     need = need_measure(MODEL, lengths=[100], stats=())
     assert need.peak(base=0, workers=2) < 10_000 and need.result == 800 and need.scratch == 0
+
+
+def test_measuring_a_mixture_runs_layers_only_where_tokens_are_counted():
+    mixture = replace(MODEL, layers=tuple(replace(layer, sparse=True) for layer in MODEL.layers))
+    counted, plain = (
+        need_measure(mixture, lengths=[100], stats=(), counts=counts) for counts in (True, False)
+    )
+    assert counted.peak(base=0, workers=1) > LIBRARIES
+    assert plain == need_measure(MODEL, lengths=[100], stats=())
 
 
 def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rounds():
