@@ -34,6 +34,7 @@ from quantflow.planning.recipe import (
     KVCacheSettings,
     Measure,
     Quantize,
+    Resources,
     SignRound,
     Tune,
 )
@@ -45,7 +46,8 @@ from tests.rank_on_simulated_device import APART
 from tests.simulated_gpu import GPU, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
-ON_GPU = Compute(device="cuda")
+ON_GPU = Compute(device="cuda")  # the calibration text in bfloat16
+IN_FLOAT32 = Compute(device="cuda", dtype="float32")
 STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "gradient")
 W4 = {"scheme": "W4A16", "group_size": 32}
 FILES: dict[str, dict[str, Any]] = {  # rounded row by row
@@ -167,7 +169,7 @@ def test_layers_that_are_quantized_on_a_device_lose_what_those_of_the_cpu_lose_a
     words = LAYERS[name]
     expected = _quantize(llama, tmp_path / "cpu", words, measurement=measured)
     with simulated:
-        found = _quantize(llama, tmp_path / "gpu", words, measurement=measured, compute=ON_GPU)
+        found = _quantize(llama, tmp_path / "gpu", words, measurement=measured, compute=IN_FLOAT32)
     lost = [0.0, 0.0]
     for left, right in zip(_records(found), _records(expected), strict=True):
         assert left["decisions"].keys() == right["decisions"].keys()
@@ -498,8 +500,39 @@ def test_the_cpu_by_name_is_the_cpu_by_default(llama: Path, measured: Path, tmp_
     )
 
 
+def _lost(folder: Path) -> float:
+    """Return the sum of all linears' output errors."""
+    return sum(of["output"] for record in _records(folder) for of in record["errors"].values())
+
+
+def test_text_in_bfloat16_loses_what_the_cpu_loses_and_hidden_states_that_stay_change_no_byte(
+    llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu
+) -> None:
+    words: dict[str, Any] = {"measurement": measured, "compute": ON_GPU}
+    expected = _quantize(llama, tmp_path / "cpu", LAYERS["gptq"], measurement=measured)
+    crossed, peaks = [], []
+    with simulated:
+        for name, room in (("away", None), ("resident", "1GiB")):
+            before, simulated.peak = simulated.fetched_bytes, simulated.live
+            _quantize(
+                llama,
+                tmp_path / name,
+                LAYERS["gptq"],
+                **words,
+                resources=Resources(max_device_memory=room),
+            )
+            crossed.append(simulated.fetched_bytes - before)
+            peaks.append(simulated.peak)
+    for one, other in zip(_layers(tmp_path / "away"), _layers(tmp_path / "resident"), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one | other)
+    assert crossed[1] < crossed[0] and peaks[1] > peaks[0]
+    assert _lost(tmp_path / "resident") == pytest.approx(_lost(expected), rel=0.05)
+    inputs = json.loads((tmp_path / "resident" / "DONE.json").read_text())["inputs"]
+    assert inputs["dtype"] == "bfloat16"
+
+
 @pytest.mark.slow
-def test_quantize_says_that_its_layers_run_in_float32(
+def test_quantize_says_why_its_layers_run_in_float32(
     llama: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -513,14 +546,15 @@ def test_quantize_says_that_its_layers_run_in_float32(
         "32",
         "--name",
         "a",
+        "--quantized-inputs",
     ]
     assert exit_code(cli, [*words, "-o", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert (
-        "quantize a: layers run in float32, whatever --dtype bfloat16 says"
-        in capsys.readouterr().err
+        "quantize a: layers run in float32, not bfloat16: the text passes through the quantized "
+        "layers" in capsys.readouterr().err
     )
     assert exit_code(cli, [*words, "-o", str(tmp_path / "single")]) == 0
-    assert "whatever --dtype" not in capsys.readouterr().err
+    assert "not bfloat16" not in capsys.readouterr().err
     for half, single in zip(_layers(tmp_path / "half"), _layers(tmp_path / "single"), strict=True):
         assert all(torch.equal(half[key], tensor) for key, tensor in single.items())
 

@@ -197,7 +197,9 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(
         with stream.layer(layer.index) as module:
             opened = OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=plan)
             tokens = [len(state.hidden[0]) for state in states]
-            text = LayerText(canary=canary, states=states, tokens=tokens, keep_outputs=True)
+            text = LayerText(
+                canary=canary, states=states, tokens=tokens, keep_outputs=True, stream=stream
+            )
             execution = Execution(
                 workers=SEQUENTIAL, host_workers=SEQUENTIAL, ahead=1, progress=QUIET, team=ALONE
             )

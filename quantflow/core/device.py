@@ -5,6 +5,7 @@
 | weights of the layer that runs                 | files, the next layer as stored, output      |
 | masks and position embeddings, once each       | hidden states between layers, or on disk     |
 | one sequence's activations and gradients       | embedding, token ids, drawn labels           |
+| hidden states of quantize, where they fit      |                                              |
 | statistics and Hessians while a layer runs     | the same once the layer is done              |
 | results of transforms and algorithms           | algorithms without `ON_DEVICE`: yaqa         |
 | rows of weights that are rounded file to file  | scales of static inputs; contents of a file  |
@@ -19,7 +20,7 @@ weight by its own `to`:
    `placed`: buffers, last norm, head
 2. `models/stand_ins.py`: masks and position embeddings, once each
 3. `models/hidden.py`: a sequence's hidden state, to the device when it is taken and back when it
-   is kept
+   is kept in host memory or written
 4. `measuring/backward.py`: logits of some tokens, whose labels are drawn in host memory, and the
    labels
 5. `measuring/observe.py`, `measuring/gradients.py`: statistics, once per layer

@@ -86,6 +86,7 @@ class Team:
         features: Mapping[int, int],
         *,
         add: Callable[[int, Tensor], None],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Add up the inputs of this card's groups over the sequences that the cards have just run.
 
@@ -94,11 +95,12 @@ class Team:
         another card's is in memory at a time.
 
         Args:
-            inputs: group -> its input of this card's sequence, [..., K] float32 on the device;
-                emptied. A group that no token of the sequence reached is not there; nothing is
-                where the card ran none.
+            inputs: group -> its input of this card's sequence, [..., K] on the device; emptied.
+                A group that no token of the sequence reached is not there; nothing is where the
+                card ran none.
             features: group -> K, of every group that somebody adds up.
             add: receiver of a group and its input of the next sequence, on the device.
+            dtype: dtype of the inputs.
         """
         rows = [
             inputs[number].numel() // width if number in inputs else 0
@@ -120,7 +122,7 @@ class Team:
                     add(number, inputs.pop(number))
                 else:
                     shape = (1, reached[number], features[number])
-                    add(number, self._receive(shape, rank, number))
+                    add(number, self._receive(shape, rank, number, dtype=dtype))
         for send in sends:
             with connected():
                 send.wait()
@@ -200,9 +202,11 @@ class Team:
         with connected():
             return distributed.isend(sent, self.owner(number), group=self.group, tag=number)
 
-    def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
-        """A group's input from the card that ran the sequence, float32 on the device."""
-        tensor = torch.empty(shape, device=(self.device if self.direct else HOST).kind)
+    def _receive(
+        self, shape: tuple[int, ...], rank: int, number: int, *, dtype: torch.dtype
+    ) -> Tensor:
+        """A group's input from the card that ran the sequence, on the device."""
+        tensor = torch.empty(shape, dtype=dtype, device=(self.device if self.direct else HOST).kind)
         with connected():
             distributed.recv(tensor, rank, group=self.group, tag=number)
         return self.device.put(tensor)

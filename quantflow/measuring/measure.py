@@ -247,10 +247,10 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
             "use --dp, each of whose ranks runs whole layers, or a torch that is built with NCCL",
         )
     gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
-    if gradients and RUNNING[job.compute.dtype] != torch.float32:
+    if gradients and RUNNING[job.compute.model_dtype] != torch.float32:
         raise UnsupportedError(
-            f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back "
-            "through layers in float32",
+            f"measure: statistic {gradients} with --dtype {job.compute.model_dtype}, gradients "
+            "go back through layers in float32",
             "leave --dtype out, or name statistics without it, and schemes without @, yaqa and "
             "best",
         )
@@ -280,7 +280,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         **({} if job.options.experts is None else {"experts": job.options.experts}),
         **({} if _ep(job) == 1 else {"ep": _ep(job)}),
         **device.key(),
-        **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
+        **({} if job.compute.model_dtype == "float32" else {"dtype": job.compute.model_dtype}),
         **({} if products == torch.float32 else {"products": str(products)}),
         **({UNCOUNTED: True} if graph.sparse and not _counts(job, graph) else {}),
         "version": VERSION,
@@ -326,7 +326,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             counts=_counts(job, graph),
             folder=folder,
         )
-        dtype = RUNNING[job.compute.dtype]
+        dtype = RUNNING[job.compute.model_dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
         for note in (*source.checkpoint.notes, text.note, _short(job.calibration, sequences)):
@@ -516,7 +516,7 @@ def _meta(
             "dp": replica.count,
             "ep": _ep(job),
         },
-        "dtype": job.compute.dtype,
+        "dtype": job.compute.model_dtype,
         **_device(job).key(),
         "seed": job.seed,
         "calibration": {

@@ -35,7 +35,7 @@ from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import RepeatedHeads
 from quantflow.models.names import NameMap
-from quantflow.models.parameters import materialize_
+from quantflow.models.parameters import materialize_, release_
 from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import (
     Call,
@@ -193,7 +193,7 @@ class LayerStream:
 
     @torch.no_grad()
     def begin(
-        self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None
+        self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None, first: int = 0
     ) -> list[State]:
         """Embed sequences, one per forward, and record the arguments of every decoder layer's call.
 
@@ -204,6 +204,7 @@ class LayerStream:
             sequences: token ids, int64 [S] each.
             hidden: store of the hidden states, on this stream's device; None keeps them in memory.
                 A restored store keeps its own.
+            first: place in the store of the first sequence.
 
         Raises:
             InputError: a sequence is empty or holds an id outside the vocabulary.
@@ -248,7 +249,7 @@ class LayerStream:
         ):
             return [
                 self._record(sequence, pool, store, index)
-                for index, sequence in enumerate(sequences)
+                for index, sequence in enumerate(sequences, first)
             ]
 
     def _padding(self) -> int | None:
@@ -317,6 +318,36 @@ class LayerStream:
                 yield module
         finally:
             self.weights.empty_(module, names)
+
+    @contextmanager
+    def beside(self, index: int, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield a decoder layer that runs in this stream's dtype with another stream's weights.
+
+        Linears multiply the weights that are there, whatever their dtype, and take no memory. All
+        other parameters are copies in this stream's dtype; they are released on exit.
+
+        Args:
+            index: index of the layer.
+            module: the layer as the other stream's `layer` yielded it, not quantized; its buffers
+                are used as they are.
+        """
+        own = self._originals[index]
+        layer = self.graph.layers[index]
+        if own is module or layer.skipped:
+            yield own
+            return
+        inside = [layer.relative(name) for name in layer.linears]
+        linears: dict[str, Any] = {name: own.get_submodule(name) for name in inside}
+        shared = {f"{name}.weight" for name in linears}
+        names = set(own.state_dict())
+        try:
+            for name, tensor in module.state_dict().items():
+                dtype = tensor.dtype if name in shared else self.dtype
+                materialize_(own, {name: tensor.detach()}, dtype=dtype)
+            with placed(own, self.device), in_parts(linears.values(), dtype=self.dtype):
+                yield own
+        finally:
+            release_(own, names)
 
     def _want_after(self, index: int) -> None:
         """Start to read the next layer in the direction in which layers are asked for."""

@@ -6,17 +6,22 @@ that is killed finds the last committed generation whole, and goes on with its l
 pass afterwards needs the input of every layer; then all generations are kept.
 
     <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
-    <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
+    <folder>/00012.json     {"key", "sha256", "shapes", "dtypes"}, written after it
 
 With a folder nothing stays in this process's memory: written states are read again, from the
 system's file cache as long as there is room for it. Without one everything is in memory and nothing
 is kept.
+
+On a device with room for two generations they stay there (`resident`), and every eighth is written:
+a run that was stopped repeats the layers since then. To hash and write each generation would take
+longer than the layers do.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -32,6 +37,12 @@ from quantflow.models.reading import bytes_of, read_into
 _OWN = re.compile(r"\d{5,}\.(hidden|json)|\.next\.hidden|\.\d{5,}\.json\.tmp")
 
 
+_Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a sequence's hidden state
+
+
+WRITTEN = 8  # of so many resident generations one is written
+
+
 def _nobody_else() -> None:
     """Wait for nobody."""
 
@@ -44,23 +55,30 @@ class HiddenStates:
         folder: folder of the generations; None keeps them in memory.
         keep: whether every committed generation stays in the folder.
         device: device of the hidden states that `get` returns; they wait in host memory.
+        resident: whether they wait on the device instead; not with `keep`.
     """
 
     def __init__(
-        self, count: int, *, folder: Path | None = None, keep: bool = False, device: Device = HOST
+        self,
+        count: int,
+        *,
+        folder: Path | None = None,
+        keep: bool = False,
+        device: Device = HOST,
+        resident: bool = False,
     ) -> None:
         """Begin without a generation; the states put until the first commit are the first one."""
         self._count = count
         self._folder = folder
         self._keep = keep
         self._device = device
-        self._held: list[Tensor | None] = [None] * count  # without a folder
-        # the current generation: its shapes, dtype and file
-        self._shapes: list[tuple[int, ...]] = []
-        self._dtype = torch.float32
+        self._resident = resident
+        self._held: list[Tensor | None] = [None] * count  # without a folder, or resident
+        # the current generation: shape and dtype of each sequence, and its file
+        self._parts: list[_Part] = []
         self._current: Path | None = None
-        self._next_shapes: list[tuple[int, ...]] = []  # of the next generation so far
-        self._next_dtype = torch.float32  # a layer may return another dtype than its input's
+        # of the next generation so far; a layer may return another dtype than its input's
+        self._next_parts: list[_Part] = []
         self._put = 0  # sequences of the next generation so far
         self._hash = hashlib.sha256()
         self._next = -1  # descriptor of the next generation's file
@@ -85,12 +103,13 @@ class HiddenStates:
         held = self._held[index]
         if held is not None:
             return self._device.put(held)
-        path, shapes, dtype = self._current, self._shapes, self._dtype
+        path, parts = self._current, self._parts
         if index < self._put:
-            path, shapes, dtype = self._next_path, self._next_shapes, self._next_dtype
+            path, parts = self._next_path, self._next_parts
         assert path is not None  # a state that is not in memory was written
-        offset = sum(_bytes(shape, dtype) for shape in shapes[:index])
-        hidden = self._device.host_empty(shapes[index], dtype=dtype)
+        offset = sum(_bytes(part) for part in parts[:index])
+        shape, dtype = parts[index]
+        hidden = self._device.host_empty(shape, dtype=dtype)
         read_into(path, hidden, offset, name="hidden states")
         return self._device.put(hidden)
 
@@ -109,18 +128,22 @@ class HiddenStates:
                 f"hidden states: sequence {index} put, {self._put} is next",
                 "put sequences in order",
             )
-        hidden = self._device.fetch(hidden.detach().contiguous())
-        if self._folder is None:
+        hidden = hidden.detach().contiguous()
+        if not self._resident:
+            hidden = self._device.fetch(hidden)
+        if self._resident or self._folder is None:
             self._held[index] = hidden
             # in memory, a generation that is complete is the current one
             self._put = (index + 1) % self._count
             return
-        if index == 0:
-            self._next_shapes, self._next_dtype = [], hidden.dtype
-        self._next_shapes.append(tuple(hidden.shape))
         self._put = index + 1
+        self._append(hidden)
+
+    def _append(self, hidden: Tensor) -> None:
+        """Write a sequence of the next generation, in host memory, behind those before it."""
         if self._next < 0:
-            self._next = disk.create(self._next_path)
+            self._next, self._next_parts = disk.create(self._next_path), []
+        self._next_parts.append((tuple(hidden.shape), hidden.dtype))
         data = bytes_of(hidden)
         self._hash.update(data)
         with disk.naming(self._next_path):
@@ -140,22 +163,29 @@ class HiddenStates:
         """
         if self._folder is None:
             return
-        if self._put != self._count:
+        if self._put != (0 if self._resident else self._count):
             raise UsageError(
                 f"hidden states: {self._put} of {self._count} sequences", "put every sequence"
             )
+        if self._resident:
+            if label == 0 or label % WRITTEN:
+                settled()
+                return
+            for held in self._held:
+                assert held is not None  # every sequence was put
+                self._append(self._device.fetch(held))
         with disk.naming(self._next_path):
             os.fsync(self._next)
         os.close(self._next)
         self._next = -1
         path = self._folder / f"{label:05d}.hidden"
         disk.replace(self._next_path, path)
-        self._shapes, self._dtype = self._next_shapes, self._next_dtype
+        self._parts = self._next_parts
         record = {
             "key": key,
             "sha256": self._hash.hexdigest(),
-            "shapes": self._shapes,
-            "dtype": str(self._dtype),
+            "shapes": [shape for shape, _ in self._parts],
+            "dtypes": [str(dtype) for _, dtype in self._parts],
         }
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()
@@ -177,13 +207,15 @@ class HiddenStates:
                 or file_digest(path) != record["sha256"]
             ):
                 return False
-            dtype, shapes = _DTYPES[record["dtype"]], [tuple(shape) for shape in record["shapes"]]
-            if sum(_bytes(shape, dtype) for shape in shapes) != path.stat().st_size:
+            dtypes = [_DTYPES[name] for name in record["dtypes"]]
+            shapes = [tuple(shape) for shape in record["shapes"]]
+            parts = list(zip(shapes, dtypes, strict=True))
+            if sum(map(_bytes, parts)) != path.stat().st_size:
                 return False
         # a damaged or missing generation is made again, never used
-        except (InputError, KeyError, TypeError):
+        except (InputError, KeyError, TypeError, ValueError):
             return False
-        self._dtype, self._shapes = dtype, shapes
+        self._parts = parts
         self._current, self._put = path, 0
         return True
 
@@ -235,8 +267,6 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * dtype.itemsize
+def _bytes(part: _Part) -> int:
+    shape, dtype = part
+    return prod(shape) * dtype.itemsize

@@ -63,6 +63,17 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return made.to_dense() if made.is_mkldnn else made
 
 
+def summed_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left.T @ right, [A, B] float32, of [N, A] and [N, B] in one float dtype.
+
+    NVIDIA's and AMD's tensor cores multiply bfloat16 and float16 as they are, with sums in float32.
+    Elsewhere both are widened; the products are exact either way, the order of sums is another.
+    """
+    if left.dtype != torch.float32 and left.device.type == "cuda":
+        return torch.mm(left.T, right, out_dtype=torch.float32)
+    return left.float().T @ right.float()
+
+
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """A block in which the thread's bfloat16 linears are computed in float32, where that is faster.
 

@@ -9,12 +9,14 @@ from torch import Tensor
 from quantflow.core.groups import spans
 from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
-from quantflow.numerics.product import FILLED, filled, operand, product
+from quantflow.numerics.product import FILLED, filled, operand, product, summed_over_rows
 from quantflow.numerics.statistics import ADDED, COUNT, Statistic
 
-# Both are part of the result, because the shape of a product chooses its kernel.
+# All are part of the result, because the shape of a product chooses its kernel.
 ROWS = 256  # rows of the sum in a strip that is added to at once
 COLUMNS = 4 * ROWS  # most columns of the sum in one product
+# On a device a strip has more rows and is one product: tiles for all of its processors.
+DEVICE_ROWS = 2048
 
 
 HESSIAN_SUM = Statistic(
@@ -40,9 +42,11 @@ class HessianObserver:
     most 4e-6 in norm.)
 
     Only the blocks on and below the diagonal are kept: strips of rows that end at it, half of the
-    whole sum. `state` makes the whole; `take` does so in little more memory than the whole takes.
-    The order of the calls is part of the result's last digits: one call per sequence, in sample
-    order, is the canonical one.
+    whole sum, or somewhat more on a device, whose strips are higher. There inputs in bfloat16 are
+    multiplied as they are (`quantflow.numerics.product.summed_over_rows`): a product of two of them
+    is exact in float32, so this loses nothing. `state` makes the whole; `take` does so in little
+    more memory than the whole takes. The order of the calls is part of the result's last digits:
+    one call per sequence, in sample order, is the canonical one.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
@@ -81,21 +85,17 @@ class HessianObserver:
         strips = self._strips or _zeros(self._features, device=rows.device)
         diagonal = [
             strip[:, span].diagonal()
-            for span, strip in zip(spans(self._features, ROWS), strips, strict=True)
+            for span, strip in zip(_cuts(self._features, rows.device), strips, strict=True)
         ]
         statistics.refuse_overflow(
             rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME
         )
         # A product that is rounded once and then added loses less than one that accumulates in the
         # sum, and updates then fold as merges do.
-        for columns in spans(self._features, COLUMNS):
-            right = _turned(rows, columns)
-            for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
-                if span.stop > columns.start:
-                    stop = min(span.stop, columns.stop)
-                    within = slice(span.start - columns.start, span.stop - columns.start)
-                    left = operand(right[within] if stop == span.stop else _turned(rows, span))
-                    strip[:, columns.start : stop] += product(left, right[: stop - columns.start])
+        if rows.device.type == "cpu":
+            _add_(strips, rows)
+        else:
+            add_on_device_(strips, x.detach().reshape(-1, self._features))
         self._strips, self._count = strips, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
@@ -114,7 +114,7 @@ class HessianObserver:
     def divide_(self, factors: Tensor) -> None:
         """Turn this into the observer of all samples divided by factors [K] float32, not zero."""
         # there are no strips when unseen
-        for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):
+        for span, strip in zip(_cuts(self._features, factors.device), self._strips, strict=False):
             strip /= factors[span, None]
             strip /= factors[: span.stop]
 
@@ -166,7 +166,8 @@ class HessianObserver:
         statistics.refuse_negative(count, "count", observer=cls.NAME)
         observer = cls(hessian_sum.shape[0])
         observer._strips = [
-            hessian_sum[span, : span.stop].clone() for span in spans(observer._features, ROWS)
+            hessian_sum[span, : span.stop].clone()
+            for span in _cuts(observer._features, hessian_sum.device)
         ]
         observer._count = count
         return observer
@@ -240,15 +241,44 @@ def folding_bytes(features: int, samples: int) -> int:
     return 4 * ((wide + 2 * ROWS) * samples + 2 * ROWS * wide)
 
 
-def observer_bytes(features: int) -> int:
-    """The bytes of an observer that has seen samples: its strips."""
-    return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
+def folding_bytes_on_device(features: int, samples: int) -> int:
+    """The bytes of an update there: samples in float32, and the product of the last strip."""
+    return 4 * features * (samples + min(features, DEVICE_ROWS))
+
+
+def observer_bytes(features: int, *, rows: int = ROWS) -> int:
+    """The bytes of an observer that has seen samples: its strips of so many rows."""
+    return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, rows))
+
+
+def _cuts(features: int, device: torch.device) -> list[slice]:
+    """The rows of each strip."""
+    return spans(features, ROWS if device.type == "cpu" else DEVICE_ROWS)
+
+
+def _add_(strips: Iterable[Tensor], rows: Tensor) -> None:
+    """Add x^T x of rows [N, K] float32 in host memory to the strips of a sum."""
+    features = rows.shape[1]
+    for columns in spans(features, COLUMNS):
+        right = _turned(rows, columns)
+        for span, strip in zip(spans(features, ROWS), strips, strict=True):
+            if span.stop > columns.start:
+                stop = min(span.stop, columns.stop)
+                within = slice(span.start - columns.start, span.stop - columns.start)
+                left = operand(right[within] if stop == span.stop else _turned(rows, span))
+                strip[:, columns.start : stop] += product(left, right[: stop - columns.start])
+
+
+def add_on_device_(strips: Iterable[Tensor], rows: Tensor) -> None:
+    """Add x^T x of rows [N, K], any float dtype, to the strips of a sum, a product for each."""
+    for span, strip in zip(spans(rows.shape[1], DEVICE_ROWS), strips, strict=True):
+        strip += summed_over_rows(rows[:, span], rows[:, : span.stop])
 
 
 def _zeros(features: int, *, device: torch.device) -> list[Tensor]:
     return [
         torch.zeros(span.stop - span.start, span.stop, device=device)
-        for span in spans(features, ROWS)
+        for span in _cuts(features, device)
     ]
 
 

@@ -20,7 +20,7 @@ from quantflow.numerics import output_blocks
 from quantflow.numerics.sensitivity import ROWS as SAMPLED_ROWS
 from quantflow.observers import goes_back, holds_matrix, observer_named, of_gradients, state_bytes
 from quantflow.observers.amax import AmaxObserver
-from quantflow.observers.hessian import HESSIAN_SUM, folding_bytes, observer_bytes
+from quantflow.observers.hessian import DEVICE_ROWS, HESSIAN_SUM, folding_bytes, observer_bytes
 from quantflow.planning.experts import fed_by
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
@@ -324,7 +324,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
 
 
 def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
-    """Each group while it is quantized: (bytes beside its algorithm's work, rows, features).
+    """Each group while a device quantizes it: (bytes beside its algorithm's work, rows, features).
 
     Held are the weights from this group on, its whole Hessian and the halves of those after it, cut
     weights where ranges are cut, and, while rounding is learned, the starting points of the groups
@@ -332,7 +332,10 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
     """
     turns = []
     done = 0
-    halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    halves = [
+        observer_bytes(k, rows=DEVICE_ROWS) if plan.needs_hessian else 0
+        for _, _, k in model.layer.groups
+    ]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
         rows = sum(outputs)

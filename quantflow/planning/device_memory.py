@@ -24,16 +24,25 @@ from quantflow.core.device import WORKSPACE_BYTES, Device
 from quantflow.errors import ResourceError
 from quantflow.models.stand_ins import HEAD_ROWS
 from quantflow.observers import goes_back, of_gradients
-from quantflow.observers.hessian import HESSIAN_SUM, folding_bytes, observer_bytes
+from quantflow.observers.hessian import (
+    DEVICE_ROWS,
+    HESSIAN_SUM,
+    HessianObserver,
+    folding_bytes_on_device,
+    observer_bytes,
+)
 from quantflow.planning import cost
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
 from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import round_up
-from quantflow.planning.sizes import FLOAT, ModelSize
+from quantflow.planning.sizes import FLOAT, LayerSize, ModelSize
 from quantflow.transforms import TRANSFORMS
 from quantflow.units import parse_size
 from quantflow.units import size as text_of
+
+# of a device's memory, where hidden states stay on it: its allocator keeps gaps between tensors
+SPENT = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +79,11 @@ def measure_on_device(
     layer = size * model.layer.elements
     forwards = [name for name in stats if not of_gradients(name)]
     backwards = [name for name in stats if of_gradients(name)]
-    growing = max(cost.live_bytes(each, forwards) for each in model.layers)
-    running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(
-        model, forwards, longest
+    growing = max(
+        cost.live_bytes(each, forwards) + _higher_strips(each, forwards) for each in model.layers
+    )
+    running = cost.forward_bytes(model, longest) * size // FLOAT + max(
+        cost.watching_bytes(model, forwards, longest), _folding(model, forwards, longest)
     )
     peaks = {
         "a sequence runs": layer + 2 * growing + running,
@@ -90,8 +101,26 @@ def measure_on_device(
     return DeviceMemoryNeed(stage="measure", peaks=peaks)
 
 
+def _higher_strips(layer: LayerSize, stats: Sequence[str]) -> int:
+    """The bytes that a device's Hessians take beyond those of host memory."""
+    if HessianObserver.NAME not in stats:
+        return 0
+    return sum(observer_bytes(k, rows=DEVICE_ROWS) - observer_bytes(k) for _, _, k in layer.groups)
+
+
+def _folding(model: ModelSize, stats: Sequence[str], tokens: int) -> int:
+    """The bytes of an update of the widest Hessian."""
+    widest = max(k for _, _, k in model.layer.groups)
+    return folding_bytes_on_device(widest, tokens) if HessianObserver.NAME in stats else 0
+
+
 def quantize_on_device(
-    model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1
+    model: ModelSize,
+    plan: Plan,
+    *,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    ranks: int = 1,
 ) -> DeviceMemoryNeed:
     """Device memory of quantize, on the path that the plan takes.
 
@@ -99,25 +128,33 @@ def quantize_on_device(
         model: sizes of the model.
         plan: plan of the artifact.
         lengths: tokens of each calibration sequence.
+        dtype: dtype in which they run.
         ranks: number of ranks that share the work of a layer, with a device each. What a rank
             receives from another stands beside its own inputs.
     """
     if plan.file_to_file:
         return _files(plan)
     longest = max(lengths, default=cost.CANARY_TOKENS)
-    halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
+    size = dtype.itemsize
+    halves = (
+        sum(observer_bytes(k, rows=DEVICE_ROWS) for _, _, k in model.layer.groups)
+        if plan.needs_hessian
+        else 0
+    )
     samples = min(SAMPLE_ROWS, sum(lengths))
     kept = FLOAT * samples * sum(k for _, _, k in cost.folds(model.layer)) if plan.needs_rows else 0
-    inputs = cost.inputs_bytes(model, plan, longest) if plan.needs_text else 0
+    inputs = cost.inputs_bytes(model, plan, longest) * size // FLOAT if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
-    folding = folding_bytes(widest, longest) if plan.needs_hessian else 0
-    folding += FLOAT * longest * widest if plan.needs_text and ranks > 1 else 0
+    folding = folding_bytes_on_device(widest, longest) if plan.needs_hessian else 0
+    folding += size * longest * widest if plan.needs_text and ranks > 1 else 0
     layer = cost.layer_in_memory(model.layer) if plan.in_float32 else cost.layer_as_stored(model)
     # one linear, while it multiplies
-    converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]
+    narrow = dtype != torch.float32
+    converted = size * model.layer.largest[0] if narrow or not plan.in_float32 else 0
     forward = cost.forward_bytes(model, longest)
+    running = forward * size // FLOAT + converted
     peaks = {
-        "a sequence runs": layer + halves + kept + inputs + max(folding, forward + converted),
+        "a sequence runs": layer + halves + kept + inputs + max(folding, running),
         "the quantized layer is put in place": cost.installing_bytes(model, plan),
         "a sequence runs through the quantized layer": cost.installed_bytes(model) + forward,
         "logits of the canary": cost.head_bytes(model, cost.CANARY_TOKENS, plan.head),
@@ -188,11 +225,7 @@ def allow_on_device(need: DeviceMemoryNeed, resources: Resources, device: Device
     """
     if device.is_host:
         return None
-    limit, why = device.free_bytes(), f"are free on {device.name}"
-    if resources.max_device_memory is not None:
-        allowed = parse_size(resources.max_device_memory)
-        if limit is None or allowed <= limit:
-            limit, why = allowed, f"is --max-device-memory {resources.max_device_memory}"
+    limit, why = _limit(resources, device)
     if limit is not None and need.peak > limit:
         moment = max(need.peaks, key=lambda name: need.peaks[name])
         raise ResourceError(
@@ -203,6 +236,27 @@ def allow_on_device(need: DeviceMemoryNeed, resources: Resources, device: Device
             "shorter sequences, or --device cpu",
         )
     return need.peak
+
+
+def keeps_hidden_states(
+    need: DeviceMemoryNeed, nbytes: int, resources: Resources, device: Device
+) -> bool:
+    """Whether hidden states of so many bytes fit on a device beside all else, with room to spare.
+
+    They do not where its memory is not known.
+    """
+    limit, _ = (None, "") if device.is_host else _limit(resources, device)
+    return limit is not None and need.peak + nbytes <= SPENT * limit
+
+
+def _limit(resources: Resources, device: Device) -> tuple[int | None, str]:
+    """The bytes that tensors may take on a device, None where it is not known; and why."""
+    limit, why = device.free_bytes(), f"are free on {device.name}"
+    if resources.max_device_memory is not None:
+        allowed = parse_size(resources.max_device_memory)
+        if limit is None or allowed <= limit:
+            limit, why = allowed, f"is --max-device-memory {resources.max_device_memory}"
+    return limit, why
 
 
 def _files(plan: Plan) -> DeviceMemoryNeed:

@@ -50,7 +50,7 @@ from quantflow.planning.device_memory import (
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.mtp import MtpPlan
-from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve
+from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve, text_dtype
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Recipe
 from quantflow.planning.requirements import counts_in_measure, statistics_for
@@ -116,7 +116,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
     if job.probe:
         from quantflow.planning.probe import probe  # here: a plan without it need not wait for it
 
-        dtype = RUNNING[recipe.compute.dtype]
+        dtype = RUNNING[recipe.compute.model_dtype]
         speed = probe(
             checkpoint,
             graph,
@@ -128,7 +128,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
         )
     on_cards = recipe.compute.device.startswith("cuda") and not job.probe
     cards = {
-        name: speed_of(card, model, plans, dtype=RUNNING[recipe.compute.dtype])
+        name: speed_of(card, model, plans, dtype=RUNNING[recipe.compute.model_dtype])
         for name, card in (CARDS if on_cards else {}).items()
     }
     stages = _stages(job, model, plans, lengths, stats, speed, cards)
@@ -212,7 +212,7 @@ def _stages(
         there = {} if plan is not None and not known(plan) else cards
         return seconds | {"cards": {name: of(each) for name, each in there.items()}}
 
-    dtype = RUNNING[job.recipe.compute.dtype]
+    dtype = RUNNING[job.recipe.compute.model_dtype]
     windows = [recipe.validate.sequence_length] * -(
         -recipe.validate.tokens // recipe.validate.sequence_length
     )
@@ -237,7 +237,9 @@ def _stages(
             need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         )
         seconds = took(partial(_quantize, model=model, plan=plan, lengths=used), plan)
-        there = quantize_on_device(model, plan, lengths=used)
+        entry = next(entry for entry in recipe.quantize if entry.name == plan.name)
+        ran_in = RUNNING[text_dtype(recipe.compute, entry, plan)]
+        there = quantize_on_device(model, plan, lengths=used, dtype=ran_in)
         stages.append(_stage("quantize", plan.name, need, job, seconds, there=there))
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
         seconds = took(partial(_export, model=model, plan=plan))

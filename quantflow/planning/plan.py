@@ -37,7 +37,7 @@ from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
 from quantflow.planning.mtp import MtpPlan, mtp_of, refuse_mtp_ranks
-from quantflow.planning.recipe import ACTIVE, Quantize, SignRound, Tune
+from quantflow.planning.recipe import ACTIVE, Compute, Quantize, SignRound, Tune
 from quantflow.planning.requirements import (
     GRADIENT_SUM,
     algorithm_of,
@@ -234,6 +234,22 @@ class Plan:
             **head,
             **more,
         }
+
+
+def float32_only(entry: Quantize, plan: Plan) -> str | None:
+    """The reason why a plan's layers run in float32, whatever the dtype; None without one."""
+    if not plan.needs_text:
+        return "no text passes through them"
+    if plan.learns:
+        return "rounding is learned in float32"
+    if entry.quantized_inputs:
+        return "the text passes through the quantized layers"
+    return None
+
+
+def text_dtype(compute: Compute, entry: Quantize, plan: Plan) -> str:
+    """The dtype in which the calibration text runs through the layers."""
+    return "float32" if float32_only(entry, plan) else compute.text_dtype
 
 
 def resolve(

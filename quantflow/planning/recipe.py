@@ -767,8 +767,8 @@ class Compute:
     device: str = _computing(
         "cpu", "--device", metavar="DEVICE", help="Where layers run: cpu (default), cuda or cuda:N."
     )
-    dtype: str = _computing(
-        "float32",
+    dtype: str | None = _computing(
+        None,
         "--dtype",
         metavar="DTYPE",
         help={
@@ -776,16 +776,26 @@ class Compute:
                 COMPUTING,
                 "Weights and activations of layers that run: float32 (default) or bfloat16.",
             ),
-            "quantize": "Weights and activations of layers that are measured (default float32); "
-            "they are quantized in float32.",
+            "quantize": "Activations of the calibration text: float32 (default) or bfloat16 "
+            "(default on a GPU); weights are rounded in float32.",
         },
     )
 
     def __post_init__(self) -> None:
         """Refuse words that name no device and no dtype."""
         device_flag(self.device)
-        if self.dtype not in RUN_DTYPES:
+        if self.dtype is not None and self.dtype not in RUN_DTYPES:
             raise UsageError(f"compute: dtype={self.dtype!r}", nearest(self.dtype, RUN_DTYPES))
+
+    @property
+    def model_dtype(self) -> str:
+        """The dtype of a model that is measured or compared."""
+        return self.dtype or "float32"
+
+    @property
+    def text_dtype(self) -> str:
+        """The dtype of calibration text where layers are quantized, where the plan allows it."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)

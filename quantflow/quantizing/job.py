@@ -67,8 +67,10 @@ class QuantizeJob:
         seed: seed of the canary's tokens where no measurement is given.
         revision: revision of a model on the hub; of any other, a word for the manifest.
         resources: memory and disk of each rank; no bit of the result depends on them.
-        compute: the device that runs layers, always in float32, and rounds weights; and the dtype
-            in which statistics that the measurement lacks are taken.
+        compute: the device that runs layers and rounds weights; the dtype in which the calibration
+            text runs, where rounding is not learned and inputs are the original model's; and in
+            which statistics that the measurement lacks are taken. Weights are rounded, and the
+            artifact is proved, in float32.
         trust_network: the ranks may meet at the address of somebody's torchrun, which others may
             reach.
         force: redo a finished result that was made from other inputs, instead of refusing.

@@ -69,6 +69,8 @@ class Forward:
         share: the part of each tensor that is written.
         team: the cards that share the work; each has the whole layer.
         device: the device that runs layers, and computes from their weights and inputs.
+        dtype: dtype in which the calibration text runs; the canary runs in float32.
+        resident: whether hidden states stay on the device between layers.
     """
 
     output: Path
@@ -87,6 +89,8 @@ class Forward:
     share: CardShare
     team: Team
     device: Device = HOST
+    dtype: torch.dtype = torch.float32
+    resident: bool = False
 
     def layers(self) -> None:
         """Bring every layer's file up to date; canary and text pass through the model."""
@@ -113,11 +117,20 @@ class Forward:
             len(sequences),
             folder=layer_store.scratch(self.output),
             device=self.device,
+            resident=self.resident,
         )
         start, hidden = layer_store.restart_together(
             self.folder, self.key, self.graph, opened=opened, span=self.team.span
         )
-        states = stream.begin(sequences, hidden=hidden)
+        text_stream = self._text_stream(stream)
+        states = (
+            stream.begin(sequences, hidden=hidden)
+            if text_stream is stream
+            else [
+                *text_stream.begin(sequences[:-1], hidden=hidden),
+                *stream.begin(sequences[-1:], hidden=hidden, first=len(sequences) - 1),
+            ]
+        )
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
         original = self.original()
@@ -138,7 +151,9 @@ class Forward:
                 stream.layer(layer.index, as_stored=as_stored(self.plan, layer)) as module,
                 linears_restored(module),
             ):
-                last = self._layer(stream, source, module, layer, states, original=original)
+                last = self._layer(
+                    stream, text_stream, source, module, layer, states, original=original
+                )
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
@@ -159,9 +174,16 @@ class Forward:
         states.restore(len(self.graph.layers), key=self.key)
         return states
 
+    def _text_stream(self, stream: LayerStream) -> LayerStream:
+        """The model in the dtype of the calibration text; `stream` where that is its own."""
+        if self.dtype == stream.dtype:
+            return stream
+        return LayerStream(stream.weights, self.graph, dtype=self.dtype, device=self.device)
+
     def _layer(
         self,
         stream: LayerStream,
+        text_stream: LayerStream,
         source: Source | Rotated,
         module: nn.Module,
         layer: Layer,
@@ -198,7 +220,8 @@ class Forward:
         quantized: QuantizedLayer | None = None
         if kept:
             if originals:
-                stream.advance(module, calibration, workers=self.workers)
+                with text_stream.beside(layer.index, module) as other:
+                    text_stream.advance(other, calibration, workers=self.workers)
             read_back(module, layer, self.plan, path, device=self.device)
         else:
             quantized = quantize_layer(
@@ -209,6 +232,7 @@ class Forward:
                     again=again,
                     tokens=[len(sequence) for sequence in self._calibration],
                     keep_outputs=originals or learned,
+                    stream=text_stream,
                 ),
                 measured=self._measured(layer),
                 execution=Execution(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantflow.measuring.observe import EXPERT_TOKENS
 from quantflow.models.capture import State
@@ -129,25 +129,32 @@ def _run(
     def routed(tokens: Tensor) -> None:
         seen.routed = tokens
 
-    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
+    def unit(module: nn.Module, state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
         seen.inputs, seen.routed = {}, nobody
-        hidden = opened.stream.run(opened.module, state)
+        hidden = text.stream.run(module, state)
         # a thread that waits for its next sequence keeps nothing of this one
         inputs, seen.inputs = seen.inputs, {}
         return state, hidden, inputs, seen.routed
 
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
     total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
-    seen_by_experts = EXPERT_TOKENS[fed_by(opened.plan.experts)](opened.module)
-    with watch(opened.module, watched), watch_routing(opened.module, routed), seen_by_experts:
-        arrived = execution.workers.stream(unit, text.states, ahead=execution.ahead)
+    seen_by_experts = EXPERT_TOKENS[fed_by(opened.plan.experts)]
+    with (
+        text.stream.beside(layer.index, opened.module) as module,
+        watch(module, watched),
+        watch_routing(module, routed),
+        seen_by_experts(module),
+    ):
+        arrived = execution.workers.stream(
+            partial(unit, module), text.states, ahead=execution.ahead
+        )
         # One round: every card runs one sequence, then all exchange inputs, in sample order. A card
         # without a sequence left still takes part, with the others' inputs of its groups.
         for first in range(0, len(text.tokens), team.world):
             execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
             total = total + tokens
-            team.gather(inputs, features, add=add)
+            team.gather(inputs, features, add=add, dtype=text.stream.dtype)
             if text.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             del state, hidden, inputs  # before the next ones are waited for

@@ -98,6 +98,8 @@ class LayerText:
         canary: the sequence that proves the artifact.
         states: this card's calibration sequences where they enter the layer; empty when the plan
             needs no text.
+        stream: the model in the dtype in which the calibration sequences run, the layer's own or
+            another.
         again: the same sequences as they leave the quantized layers before this one; empty where
             rounding is not learned.
         tokens: length of each calibration sequence, those of every card in sample order.
@@ -109,6 +111,7 @@ class LayerText:
     states: Sequence[State]
     tokens: Sequence[int]
     keep_outputs: bool
+    stream: LayerStream
     again: Sequence[State] = ()
 
 

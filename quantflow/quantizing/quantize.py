@@ -62,11 +62,25 @@ from quantflow.models import layer_store
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.open import ModelFiles, notes_of, refuse_not_finite
 from quantflow.planning import head, mtp
-from quantflow.planning.device_memory import allow_on_device, quantize_on_device
-from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
+from quantflow.planning.cost import hidden_bytes
+from quantflow.planning.device_memory import (
+    allow_on_device,
+    keeps_hidden_states,
+    quantize_on_device,
+)
+from quantflow.planning.plan import (
+    OUTSIDE,
+    Plan,
+    float32_only,
+    kept_for_few_inputs,
+    left_out,
+    narrowed,
+    resolve,
+    text_dtype,
+)
 from quantflow.planning.recipe import Quantize
 from quantflow.planning.resources import Allowance, account, allow_quantize
-from quantflow.planning.sizes import model_size
+from quantflow.planning.sizes import FLOAT, model_size
 from quantflow.progress import Progress
 from quantflow.quantizing import head_file
 from quantflow.quantizing.file_to_file import quantize_files
@@ -193,11 +207,14 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
         progress.say(f"quantize {plan.name}: {note}")
     for note in filter(None, notes):
         progress.say(f"quantize {note}")
-    if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file:
-        progress.say(
-            f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} "
-            "says"
-        )
+    why = float32_only(job.entry, plan)
+    if why is not None and job.compute.dtype == "bfloat16" and not plan.file_to_file:
+        progress.say(f"quantize {plan.name}: layers run in float32, not bfloat16: {why}")
+
+
+def _text_dtype(job: QuantizeJob, plan: Plan) -> torch.dtype:
+    """The dtype in which the calibration text runs through the layers."""
+    return RUNNING[text_dtype(job.compute, job.entry, plan)]
 
 
 def _device(job: QuantizeJob) -> Device:
@@ -351,7 +368,9 @@ def _quantize(
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, inputs, force=job.force, parts=PARTS)
-        allowance, on_device = _allow(job, model, measurement, share=share, ranks=team.world)
+        allowance, on_device, resident = _allow(
+            job, model, measurement, share=share, ranks=team.world
+        )
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
@@ -391,6 +410,7 @@ def _quantize(
                 progress=progress,
                 share=share,
                 team=team,
+                resident=resident,
             )
             if mixture is not None and measurement is not None:
                 stays = _settled(
@@ -435,8 +455,10 @@ def _allow(
     *,
     share: CardShare,
     ranks: int,
-) -> tuple[Allowance, int | None]:
-    """The memory and disk that the work may take, and the bytes of a device.
+) -> tuple[Allowance, int | None, bool]:
+    """The memory and disk that the work may take, the bytes of a device, and who stays there.
+
+    The last says whether hidden states stay on the device, which has room for two generations.
 
     Raises:
         ResourceError: they do not suffice.
@@ -454,8 +476,17 @@ def _allow(
         model.graph,
     )
     allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
-    need = quantize_on_device(sizes, plan, lengths=lengths, ranks=ranks)
-    return allowance, allow_on_device(need, job.resources, _device(job))
+    need = quantize_on_device(
+        sizes, plan, lengths=lengths, dtype=_text_dtype(job, plan), ranks=ranks
+    )
+    device = _device(job)
+    there = allow_on_device(need, job.resources, device)
+    # two generations, of both texts where rounding is learned
+    both = 2 * hidden_bytes(sizes, lengths) * _text_dtype(job, plan).itemsize // FLOAT
+    both *= 1 if plan.learned is None else 2
+    if not lengths or not keeps_hidden_states(need, both, job.resources, device):
+        return allowance, there, False
+    return allowance, need.peak + both, True
 
 
 def _runnable(files: ModelFiles) -> "Source":
@@ -478,6 +509,7 @@ def _run_layers(
     progress: Progress,
     share: CardShare,
     team: Team,
+    resident: bool,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
     # imported here: file to file starts without transformers' model code
@@ -510,6 +542,8 @@ def _run_layers(
             share=share,
             team=team,
             device=device,
+            dtype=_text_dtype(job, plan),
+            resident=resident,
         )
         forward.layers()
         if plan.tune is not None:
@@ -564,8 +598,14 @@ def _inputs(
         "revision": job.revision,
         "versions": {"quantize": VERSION, **plan.versions},
         **_device(job).key(),
+        **_named(_text_dtype(job, plan)),
         "tools": tools(),
     }
+
+
+def _named(dtype: torch.dtype) -> dict[str, str]:
+    """The dtype as results name it; nothing of float32."""
+    return {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
@@ -611,4 +651,5 @@ def _summary(
         "measurement": calibrated_by,
         "proof": "tensors" if plan.file_to_file else "canary",
         **({} if device.is_host else {"device": {"name": device.name, **device.key()["device"]}}),
+        **_named(_text_dtype(job, plan)),
     }

@@ -175,7 +175,7 @@ def _side(
     artifact = open_folder(
         folder,
         backend="auto" if is_model(folder) else "reference",
-        dtype=RUNNING[job.compute.dtype],
+        dtype=RUNNING[job.compute.model_dtype],
         inputs="usual",
     )
     artifact = replace(artifact, linears_device=device.kind)
@@ -203,7 +203,7 @@ def _inputs(
         "base": job.write_base is not None,
         "seed": job.seed,
         **open_device(job.compute.device).key(),
-        "dtype": job.compute.dtype,
+        "dtype": job.compute.model_dtype,
         "version": VERSION,
         "tools": tools(),
     }
@@ -285,7 +285,7 @@ def _compare(
             "predicted": int(next(iter(compared.values())).lengths.sum()) if compared else 0,
             "sequence_length": max(map(len, sequences), default=0),
             "hash": hash_sequences(sequences),
-            "dtype": job.compute.dtype,
+            "dtype": job.compute.model_dtype,
             **device.key(),
             "resamples": RESAMPLES,
             "seed": job.seed,
@@ -310,7 +310,7 @@ def _stream(side: ComparedModel, job: CompareJob, device: Device) -> LayerStream
     return LayerStream(
         side.opened,
         graph_for(side.opened.config),
-        dtype=RUNNING[job.compute.dtype],
+        dtype=RUNNING[job.compute.model_dtype],
         cache=rounder(side.opened, device),
         device=device,
     )

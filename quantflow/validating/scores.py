@@ -49,7 +49,7 @@ def run(job: ScoreJob, progress: Progress) -> dict[str, Any]:
         "asked": {
             key: asdict(job.options)[key] for key in ("limit", "shots", "chat_template", "exact")
         },
-        "dtype": job.compute.dtype,
+        "dtype": job.compute.model_dtype,
         "version": VERSION,
         "tools": tools(),
     }
@@ -64,14 +64,14 @@ def run(job: ScoreJob, progress: Progress) -> dict[str, Any]:
             job.model,
             options=job.options,
             resources=job.resources,
-            dtype=job.compute.dtype,
+            dtype=job.compute.model_dtype,
             progress=progress,
         )
         document = answers["document"]
         result = {
             "model": job.model.name,
             "fingerprint": inputs["model"],
-            "protocol": answers["protocol"] | {"dtype": job.compute.dtype},
+            "protocol": answers["protocol"] | {"dtype": job.compute.model_dtype},
             "scores": {name: _score(name, document) for name in sorted(document["samples"])},
         }
         with stage_folder.publish(folder, stage="validate", inputs=inputs) as written:

@@ -225,9 +225,12 @@ def check_compute(options: Validate, compute: Compute) -> None:
             what the models lose.
         UsageError: a diagnosis beside a base.
     """
-    if options.diagnose is not None and compute != Compute():
+    if options.diagnose is not None and (
+        compute.device,
+        compute.model_dtype,
+    ) != ("cpu", "float32"):
         raise UnsupportedError(
-            f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, "
+            f"validate: --diagnose with --device {compute.device} --dtype {compute.model_dtype}, "
             "probes run in float32 on the CPU",
             "leave --device and --dtype out, or --diagnose",
         )
@@ -306,7 +309,7 @@ def _inputs(
         "seed": job.seed,
         "tasks": files_of(job.options),
         **open_device(job.compute.device).key(),
-        **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
+        **({} if job.compute.model_dtype == "float32" else {"dtype": job.compute.model_dtype}),
         "version": VERSION,
         "tools": tools(),
     }
@@ -344,7 +347,7 @@ def _validate(
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
     artifact = open_folder(
-        job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual
+        job.artifact, backend="reference", dtype=RUNNING[job.compute.model_dtype], inputs=usual
     )
     with reading_ahead(source, device) as read:
         compared = _compare_with_baseline(
@@ -483,7 +486,7 @@ def _base(
         tokens=job.options.tokens,
     )
     refuse_beyond(list(tokens), vocabulary, where=str(text))
-    graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
+    graph, dtype = graph_for(source.config), RUNNING[job.compute.model_dtype]
     model = fingerprint(source.checkpoint, digests)
 
     def running(sequences: Sequence[Tensor], of_logits: LogitsJudge) -> Comparing:
@@ -597,7 +600,7 @@ def _compare_with_baseline(
     Raises:
         InputError: the base has another vocabulary, or is another model's.
     """
-    graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
+    graph, dtype = graph_for(source.config), RUNNING[job.compute.model_dtype]
     candidate = LayerStream(
         artifact,
         graph_for(artifact.config),
@@ -709,7 +712,7 @@ def _protocol(
         "sequence_length": length if base is None else len(sequences[0]),
         **({} if base is None else {"scored": "second half of each chunk", "base": base}),
         "text": hash_sequences(sequences),
-        "dtype": job.compute.dtype,
+        "dtype": job.compute.model_dtype,
         **device.key(),
         "bound": "one-sided 95 %",
         "resamples": RESAMPLES,

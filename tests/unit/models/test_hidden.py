@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.errors import InputError, UsageError
-from quantflow.models.hidden import HiddenStates
+from quantflow.models.hidden import WRITTEN, HiddenStates
 
 SHAPES = [(1, 3, 4), (1, 1, 4), (1, 5, 4)]
 NBYTES = [48, 16, 80]
@@ -212,3 +212,44 @@ def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, dtype):
     assert again.restore(0, key="k")
     for store in (hidden, again):
         assert all(torch.equal(store.get(index), tensor) for index, tensor in enumerate(tensors))
+
+
+def same(one, other):
+    """Whether two tensors are one in memory."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def test_of_resident_generations_every_eighth_is_written_and_taken_up(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, resident=True)
+    for label in range(2 * WRITTEN + 3):
+        tensors = generation(label)
+        put_all(hidden, tensors)
+        hidden.commit(label, key="k")
+        assert all(same(hidden.get(index), tensor) for index, tensor in enumerate(tensors))
+        last = label // WRITTEN * WRITTEN
+        assert [path.name for path in sorted(tmp_path.glob("*.hidden"))] == [
+            f"{last:05d}.hidden" for _ in range(last > 0)
+        ]
+    again = HiddenStates(3, folder=tmp_path, resident=True)
+    assert not again.restore(2 * WRITTEN + 2, key="k")
+    assert again.restore(2 * WRITTEN, key="k")
+    old, new = generation(2 * WRITTEN), generation(2 * WRITTEN + 1)
+    for index in range(3):  # one is replaced while those behind it are still on disk
+        assert torch.equal(again.get(index), old[index])
+        again.put(index, new[index])
+        assert same(again.get(index), new[index])
+
+
+def test_ranks_wait_for_each_other_at_every_resident_generation(tmp_path):
+    hidden, waited = HiddenStates(3, folder=tmp_path, resident=True), []
+    for label in range(WRITTEN + 1):
+        put_all(hidden, generation(label))
+        hidden.commit(label, key="k", settled=lambda label=label: waited.append(label))
+    assert waited == list(range(WRITTEN + 1))
+
+
+def test_a_resident_generation_that_is_not_whole_is_not_committed(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, resident=True)
+    hidden.put(0, generation(0)[0])
+    with pytest.raises(UsageError, match="1 of 3 sequences"):
+        hidden.commit(WRITTEN, key="k")

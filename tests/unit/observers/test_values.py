@@ -16,7 +16,14 @@ from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
-from quantflow.observers.hessian import COLUMNS, HessianObserver, observer_bytes, shrink_
+from quantflow.observers.hessian import (
+    COLUMNS,
+    DEVICE_ROWS,
+    HessianObserver,
+    add_on_device_,
+    observer_bytes,
+    shrink_,
+)
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
 from quantflow.observers.mean_square import MeanSquareObserver
@@ -234,7 +241,20 @@ def test_a_hessian_that_is_made_of_several_products_is_exact_where_the_numbers_a
     assert (observer.state()["hessian_sum"].numpy() == rows.T @ rows).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_strips_of_a_device_have_the_sum_of_exact_products(dtype):
+    features = DEVICE_ROWS + 300
+    x = torch.randint(-9, 10, (7, features), generator=torch.Generator().manual_seed(1))
+    strips = [torch.ones(DEVICE_ROWS, DEVICE_ROWS), torch.ones(300, features)]
+    add_on_device_(strips, x.to(dtype))
+    rows = x.numpy()
+    whole = rows.T @ rows + 1
+    assert (strips[0].numpy() == whole[:DEVICE_ROWS, :DEVICE_ROWS]).all()
+    assert (strips[1].numpy() == whole[DEVICE_ROWS:]).all()
+
+
 def test_half_a_hessian_is_held():
+    assert observer_bytes(5000, rows=2048) == 4 * (2048 * 2048 + 2048 * 4096 + 904 * 5000)
     assert observer_bytes(256) == 4 * 256 * 256
     assert observer_bytes(600) == 4 * (256 * 256 + 256 * 512 + 88 * 600)
     assert 4 * 5632**2 / 2 < observer_bytes(5632) < 0.53 * 4 * 5632**2
