@@ -5,7 +5,7 @@ follows from shapes. Each rate is the data sheet's peak, and launches, waits and
 left out, so the seconds are the least that a card can take. `plan --probe` times a card instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -70,14 +70,22 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 )
 
 
-def speed_of(card: Card, model: ModelSize, plans: Sequence[Plan], *, dtype: torch.dtype) -> Speed:
+def speed_of(
+    card: Card,
+    model: ModelSize,
+    plans: Sequence[Plan],
+    *,
+    dtype: torch.dtype,
+    narrow: Collection[str] = (),
+) -> Speed:
     """The least seconds of a card's work, as rates.
 
     Args:
         card: the card.
         model: sizes of the model.
         plans: plans of the artifacts.
-        dtype: dtype in which measure and validate run layers; quantize has float32.
+        dtype: dtype in which measure and validate run layers.
+        narrow: artifacts whose calibration text runs in bfloat16; that of others is float32.
     """
     layers = [layer for layer in model.layers if layer.groups]
     operations = 2 * sum(map(_weights_of_a_token, layers)) / len(model.layers)
@@ -109,6 +117,7 @@ def speed_of(card: Card, model: ModelSize, plans: Sequence[Plan], *, dtype: torc
         observed=observed,
         hessian=hessian,
         gradient=2 / card.float32,
+        narrow=dict.fromkeys(narrow, (operations / card.bfloat16, 1 / card.bfloat16)),
         rounded={plan.name: nearest for plan in plans},
         gptq={
             plan.name: columns

@@ -1,7 +1,7 @@
 """The seconds that the stages will take, from rates that a probe of one layer measured."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
 from quantflow.numerics import output_blocks
@@ -55,6 +55,7 @@ class Speed:
         run: the same in the dtype in which measure and validate run layers.
         observed: observer -> seconds per element of an input.
         hessian: seconds per token and squared feature of a Hessian.
+        narrow: artifact whose calibration text runs in bfloat16 -> its `token` and `hessian`.
         gradient: seconds per token and kept product of a sum of gradients.
         rounded: artifact -> seconds per weight, rounded to nearest and encoded.
         gptq: artifact -> rates of rounding with a Hessian; artifacts that need no Hessian are
@@ -74,6 +75,7 @@ class Speed:
     gradient: float
     rounded: Mapping[str, float]
     gptq: Mapping[str, GptqSpeed]
+    narrow: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def measure(
         self,
@@ -125,6 +127,7 @@ class Speed:
         work = self.rounded[plan.name] * head
         rounds = 0.0
         rounding = self.gptq.get(plan.name)
+        token, hessian = self.narrow.get(plan.name, (self.token, self.hessian))
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
                 rows = sum(
@@ -134,7 +137,7 @@ class Speed:
                 )
                 if rounding is not None:
                     rounds += rounding.seconds(rows, k)
-                    work += self.hessian * share * tokens * k * k
+                    work += hessian * share * tokens * k * k
                 else:
                     rounds += self.rounded[plan.name] * rows * k
         passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
@@ -153,7 +156,7 @@ class Speed:
                 * model.head[0]
                 / model.layer.elements
             )
-        work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
+        work += runs * token * tokens / max(1, len(lengths)) * len(model.layers)
         rounders = self.units if ALGORITHMS[plan.algorithm].ON_DEVICE else self.cores
         working = work / self.units + rounds / rounders
         # one read of all weights comes first: they are checked before a layer runs

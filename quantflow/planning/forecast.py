@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantflow import cpu_threads, process_memory
 from quantflow.algorithms import TUNE
 from quantflow.core.device import HOST, open_device
@@ -128,7 +130,13 @@ def _planned(job: PlanJob) -> dict[str, Any]:
         )
     on_cards = recipe.compute.device.startswith("cuda") and not job.probe
     cards = {
-        name: speed_of(card, model, plans, dtype=RUNNING[recipe.compute.model_dtype])
+        name: speed_of(
+            card,
+            model,
+            plans,
+            dtype=RUNNING[recipe.compute.model_dtype],
+            narrow=[plan.name for plan in plans if _text_dtype(recipe, plan) == torch.bfloat16],
+        )
         for name, card in (CARDS if on_cards else {}).items()
     }
     stages = _stages(job, model, plans, lengths, stats, speed, cards)
@@ -237,9 +245,7 @@ def _stages(
             need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         )
         seconds = took(partial(_quantize, model=model, plan=plan, lengths=used), plan)
-        entry = next(entry for entry in recipe.quantize if entry.name == plan.name)
-        ran_in = RUNNING[text_dtype(recipe.compute, entry, plan)]
-        there = quantize_on_device(model, plan, lengths=used, dtype=ran_in)
+        there = quantize_on_device(model, plan, lengths=used, dtype=_text_dtype(recipe, plan))
         stages.append(_stage("quantize", plan.name, need, job, seconds, there=there))
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
         seconds = took(partial(_export, model=model, plan=plan))
@@ -253,6 +259,12 @@ def _stages(
             )
             stages.append(_stage("validate", plan.name, need, job, seconds, there=there))
     return stages
+
+
+def _text_dtype(recipe: Recipe, plan: Plan) -> torch.dtype:
+    """The dtype in which the calibration text of an artifact runs."""
+    entry = next(entry for entry in recipe.quantize if entry.name == plan.name)
+    return RUNNING[text_dtype(recipe.compute, entry, plan)]
 
 
 def _quantize(speed: Speed, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:

@@ -147,6 +147,21 @@ def test_the_rates_of_a_card_are_its_operations_and_bytes(of_8b):
     assert speed_of(h100, model, [planned(of_8b, "FP8_DYNAMIC")], dtype=torch.float32).gptq == {}
 
 
+def test_text_in_bfloat16_is_counted_by_the_cards_products_of_bfloat16(of_8b):
+    model, plan = of_8b[0], planned(of_8b, "W4A16")
+    h100 = CARDS["H100"]
+    lengths = [2048] * 128
+    wide, narrow = (
+        speed_of(h100, model, [plan], dtype=torch.float32, narrow=names).quantize(
+            model, plan, lengths
+        )
+        for names in ((), ("a",))
+    )
+    # two passes of the text; a multiply-add for each pair of features
+    work = sum(lengths) * len(model.layers) * (2 * 2 * LINEAR + 3 * 4096**2 + 14336**2)
+    assert wide - narrow == pytest.approx(work / 67e12 - work / 989e12)
+
+
 def test_a_faster_card_takes_no_longer_for_any_stage(of_8b):
     model, plan = of_8b[0], planned(of_8b, "W4A16")
 
