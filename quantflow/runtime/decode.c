@@ -8,10 +8,10 @@
  * bits do not depend on the number of threads. Loops marked `omp simd` may be summed in vector
  * lanes, in an order that the compiler fixes.
  *
- * The KV cache holds float32, bfloat16, float8 (e4m3, saturating), int8 or int4. float8 and int8
+ * The KV cache holds float32, bfloat16, float8 (e4m3, saturating), int8, int5 or int4. float8 and int8
  * have a scale per head where it was measured: scores are multiplied by that of the keys, outputs by
  * that of the values. Otherwise int8 has a scale per head and position, amax / 127.5. int4.h has
- * int4.
+ * int4 and int5.
  *
  * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities to
  * bfloat16. CPUs that multiply pairs of bfloat16, or tiles of them, do so then; sums stay float32.
@@ -40,7 +40,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8, INT4 };
+enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8, INT4, INT5 };
 enum activation { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 enum scores { SOFTMAX, SIGMOID, SPARSE_MIXER, SIGMOID_OF_CHOSEN };
 enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
@@ -129,10 +129,11 @@ typedef struct {
      * block, head_dim]. In bfloat16 two features of the keys are neighbours,
      * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2]. In
      * int4 two codes are a byte: keys [.., block / SIDE, head_dim / 8, SIDE, 4], values
-     * [.., block / 4, head_dim / 2, 4]. values is NULL where the keys hold them (`latent`). */
+     * [.., block / 4, head_dim / 2, 4]. int5 has fifth bits behind 16 columns of the keys and four of
+     * the values. values is NULL where the keys hold them (`latent`). */
     void *keys, *values;
-    /* int8, not measured: float [blocks, kv_heads, block]; int4: pairs of bfloat16, middle and
-     * step, [blocks, kv_heads, block / SIDE, groups, SIDE, 2] */
+    /* int8, not measured: float [blocks, kv_heads, block]; int4 and int5: pairs of bfloat16,
+     * middle and step, [blocks, kv_heads, block / SIDE, groups, SIDE, 2] */
     void *key_scales, *value_scales;
     const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
     const float *cos, *sin;               /* [capacity, rotary_dim] by position in the text */
@@ -194,11 +195,11 @@ static inline void check_step(const Step *s, const Layer *l) {
           s->activation >= SILU && s->activation <= CLAMPED_SWIGLU);
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
-    CHECK(s->kind >= FLOAT32 && s->kind <= INT4 && l->window >= 0 && l->chunk >= 0);
+    CHECK(s->kind >= FLOAT32 && s->kind <= INT5 && l->window >= 0 && l->chunk >= 0);
     CHECK(l->floor_scale >= 0);
     CHECK((s->latent || (!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps)) &&
-          !(l->key_scales && s->kind != INT8 && s->kind != INT4));
-    CHECK(s->kind != INT4 ||
+          !(l->key_scales && s->kind < INT8));
+    CHECK(s->kind < INT4 ||
           (l->key_scales && !l->key_steps && !s->latent && s->head_dim % SIDE == 0));
     for (int64_t row = 0, group = s->query_heads / s->kv_heads; row < s->rows; row++) {
         int64_t count = s->first[row + 1] - s->first[row];
@@ -1132,7 +1133,7 @@ static void rope_store_column(const void *context, int64_t at) {
         const float factor = 1 + l->attn_scale * log1pf(steps);
         for (int64_t i = 0; i < s->query_heads * dim; i++) queries[i] *= factor;
     }
-    if (s->kind == INT4)
+    if (s->kind >= INT4)
         for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++)
             rotate(t->qkv + at * width + h * dim, dim);
     /* x has passed queries and keys: it is a head of values, if any, its keys kv_heads before it */
@@ -1148,8 +1149,8 @@ static void rope_store_column(const void *context, int64_t at) {
                          at + 1 == s->first[row + 1], dim);
             continue;
         }
-        if (s->kind == INT4) {
-            store_int4_column(l, keys, x, index, dim);
+        if (s->kind >= INT4) {
+            store_int4_column(l, keys, x, index, dim, s->kind);
             continue;
         }
         store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
@@ -1445,8 +1446,8 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
     for (int g = 0; g < QUERIES; g++) largest[g] = g < T && l->sinks ? sink[g] : -INFINITY;
     for (int g = 0; g < T; g++) total[g] = l->sinks ? 1 : 0; /* exp(sink - sink) */
-    if (kind == INT4) int4_round_queries(q, dim, s->scale, &rounded, T);
-    for (int g = 0; kind != INT4 && g < T; g++) {
+    if (kind >= INT4) int4_round_queries(q, dim, s->scale, &rounded, kind, T);
+    for (int g = 0; kind < INT4 && g < T; g++) {
         float *own = sums + g * dim;
         for (int64_t i = 0; i < dim; i++) own[i] = q[g][i] * unit;
         if (narrow) round_pairs(own, queries + g, dim / 2, T);
@@ -1467,15 +1468,15 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         int64_t to = high - begin < BLOCK ? high - begin : BLOCK;
         int64_t at[GROUPS], groups = (to + LANES - 1) / LANES, group = 0, i = 0;
         for (int64_t j = 0; j < groups; j++) at[j] = cache_column(s, row, h, begin + j * LANES);
-        for (; kind == INT4 && group < groups; group++)
-            int4_scores(s, l, at[group], &rounded, scores + group * LANES, T);
+        for (; kind >= INT4 && group < groups; group++)
+            int4_scores(s, l, at[group], &rounded, scores + group * LANES, kind, T);
 #if HAS_TILES
         if (products == OF_TILES) {
             tile_scores(s, l, at, (to + SIDE - 1) / SIDE, queries, scores, T);
             group = groups;
         }
 #endif
-        for (; kind != INT4 && group + W <= groups; group += W)
+        for (; kind < INT4 && group + W <= groups; group += W)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
         for (; group < groups; group++)
             query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
@@ -1490,9 +1491,10 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         for (i = values; s->latent && i < dim; i += 4)
             accumulate_latent(s, l, at, from, to, scores, shrink, sums, i, kind, T);
         if (s->latent) continue;
-        for (int64_t part = 0; kind == INT4 && i < dim; part++, i += int4_group(dim)) {
-            if (dim % 32) int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 16, T);
-            else int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, 32, T);
+        for (int64_t part = 0; kind >= INT4 && i < dim; part++, i += int4_group(dim, kind)) {
+            if (dim % 32)
+                int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, kind, 16, T);
+            else int4_accumulate(s, l, at, from, to, scores, shrink, sums, part, kind, 32, T);
         }
         if (products != OF_FLOATS) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
 #if HAS_TILES
@@ -1551,13 +1553,14 @@ static void attend_unit(const void *context, int64_t unit) {
     ATTEND_TILE(KIND, PRODUCTS, 3) \
     ATTEND_TILE(KIND, PRODUCTS, 4) \
     ATTEND_TILE(KIND, PRODUCTS, 8)
-    /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call. int4 and tiles
-     * have no 3, which would take the compiler seconds. */
+    /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call. int4, int5 and
+     * tiles have no 3, which would take the compiler seconds. */
     int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
-    if (size == 3 && (s->kind == INT4 || products == OF_TILES)) size = 4;
+    if (size == 3 && (s->kind >= INT4 || products == OF_TILES)) size = 4;
     ATTEND(FLOAT32, OF_FLOATS) ATTEND(BFLOAT16, OF_FLOATS)
     ATTEND(FLOAT8, OF_FLOATS) ATTEND(INT8, OF_FLOATS)
     ATTEND_TILE(INT4, OF_FLOATS, 1) ATTEND_TILE(INT4, OF_FLOATS, 4) ATTEND_TILE(INT4, OF_FLOATS, 8)
+    ATTEND_TILE(INT5, OF_FLOATS, 1) ATTEND_TILE(INT5, OF_FLOATS, 4) ATTEND_TILE(INT5, OF_FLOATS, 8)
     if (HAS_PAIRS) { ATTEND(BFLOAT16, OF_PAIRS) }
 #if HAS_TILES
     if (products != OF_TILES) return;

@@ -24,7 +24,9 @@ DTYPES = ("float32", "bfloat16", "float16")  # the last in transformers' modules
 DEVICE_HELP = "Where the model runs: cpu, cuda, cuda:N or hpu."
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
-KV_CACHE_HELP = "float32, bfloat16, float8, int8 or int4 (default: the artifact's, else --dtype)."
+KV_CACHE_HELP = (
+    "float32, bfloat16, float8, int8, int5 or int4 (default: the artifact's, else --dtype)."
+)
 EXACT_HELP = (
     "Never round inputs that the scheme leaves alone (default: where export measured that it costs "
     "next to nothing)."
@@ -368,8 +370,8 @@ class GenerateJob:
         adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
         reference: a JSON file, prompt -> text, that the texts must equal.
         decoder: `lean` or `transformers`, or `auto` for the first where it can.
-        kv_cache: KV cache of the lean decoder: float32, bfloat16, float8, int8, int4, or `auto`
-            for the dtype.
+        kv_cache: KV cache of the lean decoder: float32, bfloat16, float8, int8, int5, int4, or
+            `auto` for the dtype.
         torch_compile: run transformers' modules, compiled.
         attention: words that choose how transformers' modules attend
             (`quantflow.runtime.attention_choice`).

@@ -1,24 +1,25 @@
 """Keys and values of every layer, allocated once and written in place by decode.c.
 
-They are in float32, bfloat16, float8, int8 or int4. Values lie as they come, [columns, features].
-Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector
+They are in float32, bfloat16, float8, int8, int5 or int4. Values lie as they come, [columns,
+features]. Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector
 unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2,
 features, 2] and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the
 number of columns is odd, zeros lie beside the values of the last column.
 
-int4 has two codes to a byte. Each head of queries and keys is multiplied by a Hadamard matrix /
-sqrt(n), which spreads an outlier of the keys over all features and changes no score; n is the
-largest power of two that divides head_dim. A group of 32 features of a position has a step and a
-middle, both bfloat16; of 16 features where 32 does not divide head_dim:
+int4 has two codes to a byte; int5 has their fifth bits beside them. Each head of queries and keys
+is multiplied by a Hadamard matrix / sqrt(n), which spreads an outlier of the keys over all features
+and changes no score; n is the largest power of two that divides head_dim. A group of 32 features of
+a position has a step and a middle, both bfloat16; of 16 features where 32 does not divide head_dim;
+in int5 of 64 where 64 divides it. With h = 8 in int4 and 16 in int5:
 
-    step = (largest - least) / 15,   middle = least + 8 step
-    code = clamp(round((x - middle) / step), -8, 7),   x' = step * code + middle
+    step = (largest - least) / (2 h - 1),   middle = least + h step
+    code = clamp(round((x - middle) / step), -h, h - 1),   x' = step * code + middle
 
 Attention multiplies integers, as int4.h says. A number that is not finite makes every output NaN
 that reads its group; of a key, its position.
 
 The latents of multi-head latent attention are keys and values at once (`latent`), and lie once, as
-keys do. int4 does not keep them.
+keys do. int4 and int5 do not keep them.
 
 Gated delta nets keep no columns but a state of one size for each sequence (`DeltaStates`).
 
@@ -50,10 +51,12 @@ KINDS = MappingProxyType(
         "float8": torch.uint8,
         "int8": torch.int8,
         "int4": torch.uint8,
+        "int5": torch.uint8,
     }
 )
 LANES = 16
-SCALED = ("int8", "int4")  # kinds with scales of each position, where none were measured
+SCALED = ("int8", "int4", "int5")  # kinds with scales of each position, where none were measured
+GROUPED = ("int4", "int5")  # kinds with a step for each group of features
 # TensorScheme.kind of measured scales -> a key of KINDS
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
 
@@ -118,9 +121,10 @@ class KVCache:
             dtype; in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2]; empty where the
             keys hold them. In int4 keys are [rows or more, kv_heads, capacity / LANES,
             head_dim / 8, LANES, 4] and values [rows or more, kv_heads, capacity / 4,
-            head_dim / 2, 4].
+            head_dim / 2, 4]; in int5 head_dim / 32 and head_dim / 8 more, rounded up, with the
+            fifth bits.
         key_scales, value_scales: scales of each layer's columns, [rows or more, kv_heads, capacity]
-            float32, for int8 that was not measured; middles and steps of int4, [rows or more,
+            float32, for int8 that was not measured; middles and steps of int4 and int5, [rows or more,
             kv_heads, capacity / LANES, groups, LANES, 2] bfloat16; otherwise empty. The keys' are
             the values' too where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
@@ -175,9 +179,11 @@ class KVCache:
         scale, scale_dtype = [self.capacity], torch.float32
         if kind == "bfloat16":
             keys, values = [blocks, head_dim // 2, LANES, 2], [self.capacity // 2, head_dim, 2]
-        if kind == "int4":
-            keys, values = [blocks, head_dim // 8, LANES, 4], [self.capacity // 4, head_dim // 2, 4]
-            groups = head_dim // int4_group(head_dim)
+        if kind in GROUPED:
+            fifths = -(-head_dim // 32) if kind == "int5" else 0  # words of a column
+            keys = [blocks, head_dim // 8 + fifths, LANES, 4]
+            values = [self.capacity // 4, head_dim // 2 + 4 * fifths, 4]
+            groups = head_dim // group_of(kind, head_dim)
             scale, scale_dtype = [blocks, groups, LANES, 2], torch.bfloat16
         self.keys = [torch.empty(*heads, *keys, dtype=dtype) for _ in range(layers)]
         apart = 0 if latent else layers  # layers whose values lie apart
@@ -261,23 +267,25 @@ class KVCache:
         return self.keys, self.values, self.key_scales, self.value_scales
 
 
-def int4_group(head_dim: int) -> int:
-    """Features of a head that share a step in int4."""
-    return 16 if head_dim % 32 else 32
+def group_of(kind: str, head_dim: int) -> int:
+    """Features of a head that share a step in int4 or int5."""
+    if head_dim % 32:
+        return 16
+    return 64 if kind == "int5" and not head_dim % 64 else 32
 
 
 def require_kind(kind: str, *, latent: bool = False) -> None:
-    """Refuse a kind that is not in KINDS, and int4 of latents.
+    """Refuse a kind that is not in KINDS, and int4 and int5 of latents.
 
     Raises:
         UsageError: the kind is unknown.
-        UnsupportedError: int4 of latents, whose last features are values and whose first are
+        UnsupportedError: int4 or int5 of latents, whose last features are values and whose first are
             rotated keys: one rotation of both would mix them.
     """
     if kind not in KINDS:
         raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")
-    if kind == "int4" and latent:
+    if kind in GROUPED and latent:
         raise UnsupportedError(
-            "kv cache int4: latent attention keeps keys and values in one, which 4 bits do not",
+            f"kv cache {kind}: latent attention keeps keys and values in one, which it does not",
             "use float8 or int8",
         )

@@ -52,7 +52,7 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
 def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the first columns, decoded, [rows, kv_heads, end, DIM] float32."""
     keys, values = kept.keys[layer], kept.values[layer]
-    if kept.kind == "int4":
+    if kept.kind in ("int4", "int5"):
         return read_int4(kept, layer, end)
     if kept.kind == "bfloat16":  # by twos
         keys, values = keys.transpose(4, 5).flatten(3, 4), values.transpose(3, 4).flatten(2, 3)
@@ -70,15 +70,21 @@ def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def read_int4(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of int4, whose heads of 16 features are one group."""
+    """The same of int4 and int5, whose heads of 16 features are one group."""
     keys, values = kept.keys[layer], kept.values[layer]
+    # int5: a word of fifth bits behind the keys, and one behind the values, four columns to a byte
+    words = (keys[:, :, :, 2:].flatten(2, 4), values[:, :, :, 8:].transpose(3, 4).flatten(2, 3))
+    keys, values = keys[:, :, :, :2], values[:, :, :, :8]
     keys = torch.cat([keys & 15, keys >> 4], dim=-1)  # [.., T / 16, 2, 16 columns, 8]
     values = torch.cat([values & 15, values >> 4], dim=3)  # [.., T / 4, DIM, 4 columns]
     codes = (keys.transpose(3, 4).flatten(4).flatten(2, 3), values.transpose(3, 4).flatten(2, 3))
     found = []
-    for part, pairs in zip(codes, (kept.key_scales, kept.value_scales), strict=True):
+    half = 8 if kept.kind == "int4" else 16
+    for part, word, pairs in zip(codes, words, (kept.key_scales, kept.value_scales), strict=True):
+        if kept.kind == "int5":  # feature f is bit f / 4 of byte f % 4
+            part = part + 16 * torch.cat([word >> place & 1 for place in range(4)], dim=-1)
         middle, step = pairs[layer].float().flatten(2, 4).split(1, dim=-1)  # [.., T, 1]
-        x = (part.float() - 8) * step + middle
+        x = (part.float() - half) * step + middle
         found.append(x[: kept.rows, :, :end])
     return found[0] @ ROTATION, found[1]
 
@@ -102,8 +108,9 @@ def fill(
 
 
 # Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest
-# number of 8 at most, clamped; of int4 the length of 16 half steps of numbers 7 apart at most.
+# number of 8 at most, clamped; of int4 and int5 the length of 16 half steps of numbers 7 apart at most.
 ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5, "int4": 4 * 7 / 30}
+ROOM["int5"] = 4 * 7 / 62
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +119,7 @@ def test_what_is_written_in_pieces_reads_back_within_the_rounding_of_its_kind(ki
     keys, values = fill(kept, [7, 1, 15, 1])
     for found, expected in zip(read(kept, 1, 24), (keys, values), strict=True):
         assert found.shape == expected.shape
-        whole = kind in ("int8", "int4")
+        whole = kind in ("int8", "int4", "int5")
         room = ROOM[kind] * (1 if whole else expected.abs().clamp_min(2**-6))
         assert ((found - expected).abs() <= room).all()
 
@@ -250,6 +257,8 @@ def test_smaller_kinds_take_a_half_a_quarter_and_an_eighth_and_integers_their_sc
     assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * DIM * 4
     assert sizes["int8"] == sizes["float8"] + 2 * 2 * 2 * 3 * 48 * 4
     assert sizes["int4"] == sizes["float8"] // 2 + 2 * 2 * 2 * 3 * 48 * 4  # a group
+    # 16 fifth bits are half of a word
+    assert sizes["int5"] == sizes["int4"] + 2 * 2 * 2 * 3 * 48 * 4
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_smaller_kinds_take_a_half_a_quarter_and_an_eighth_and_integers_their_sc
         ),
         (
             lambda kept: cache("int2"),
-            "kv cache 'int2' is unknown; use one of float32, bfloat16, float8, int8, int4",
+            "kv cache 'int2' is unknown; use one of float32, bfloat16, float8, int8, int4, int5",
         ),
         (lambda kept: cache("int8", rows=0), "kv cache of 0 rows and 40 positions"),
     ],

@@ -89,6 +89,7 @@ def together(decoder, tokenizer, asked: list[BatchRequest], *, seed: int, **limi
         ("W8A8", "bfloat16"),
         ("W4A16", "int8"),
         ("W8A8", "int4"),
+        ("W8A8", "int5"),
         ("FP8", "float8"),
         ("W8A8", "float32"),
     ],

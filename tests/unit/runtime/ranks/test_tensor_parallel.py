@@ -358,7 +358,7 @@ def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_proc
 
 
 @exact
-@pytest.mark.parametrize("kind", ["bfloat16", "float8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float8", "int8", "int4", "int5"])
 def test_every_cache_is_cut_with_its_heads(kind, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, LLAMA, W4A16)
     expected = alone(tmp_path, walk, kv_cache=kind)
