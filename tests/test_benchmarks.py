@@ -6,6 +6,7 @@ Bits are counted, rows scored, bars judged, tables printed, folders locked.
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import load_model, open_source
-from quantflow.numerics.divergence import score
+from quantflow.numerics.divergence import Comparison, score
 from quantflow.numerics.perplexity import logits_of
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
@@ -1147,3 +1148,57 @@ def test_a_token_of_a_server_came_when_the_last_byte_of_its_line_did(serving):
 )
 def test_a_request_that_a_server_does_not_answer_has_its_reason(serving, pieces, error):
     assert seen_of(serving, pieces).error == error
+
+
+def test_a_perplexity_beside_another_is_worked_by_hand(part):
+    """Two tokens: exp((0 + 2 ln 2) / 2) = 2 before, and a quarter more of each likelihood after."""
+    before = torch.tensor([0.0, 2 * math.log(2)], dtype=torch.float64)
+    comparison = Comparison(
+        lengths=torch.tensor([2]),
+        kld=torch.tensor([0.25, 0.75]),
+        agreement=torch.tensor([True, True]),
+        nll_baseline=before,
+        nll_candidate=before + math.log(1.25),
+    )
+    assert part("kv_cache").figures(comparison) == ("2.5000", "25.00%", "0.50000")
+
+
+def test_a_cache_of_16_bits_has_the_perplexity_of_transformers_and_others_stand_beside_it(
+    part, tmp_path, capsys
+):
+    text = tmp_path / "text.txt"
+    text.write_text((EXAMPLE / "train.py").read_text())
+    words = ["perplexity", str(EXAMPLE), "--text", str(text), "--windows", "2", "--length", "64"]
+    assert part("kv_cache").main([*words, "--kinds", "bfloat16", "int4"]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["cache", "perplexity", "above bfloat16", "mean KLD"]
+    assert [row[0] for row in rows[2:]] == ["bfloat16", "int4"]
+    assert rows[2][2:] == ["0.00%", "0.00000"] and 0 < float(rows[3][3]) < 0.1
+    ids = transformers.AutoTokenizer.from_pretrained(EXAMPLE)(text.read_text())["input_ids"]
+    windows = torch.tensor(ids[:128]).view(2, 64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(windows, labels=windows).loss.exp().item()
+    assert float(rows[2][1]) == pytest.approx(expected, rel=0.02)
+    with pytest.raises(SystemExit, match="give a longer text, or less windows"):
+        part("kv_cache").main([*words, "--windows", "9999"])
+
+
+def test_attention_is_timed_over_all_columns_and_the_new_one(part, capsys):
+    module = part("kv_cache")
+    operations, column = module.filled("float32", 2, 1, 16, 40)
+    columns = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    q, k, v = (
+        torch.cat([columns, columns[:1]]).unflatten(1, (4, 16)).transpose(0, 1).split([2, 1, 1])
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q[:, -1:], k.expand(2, -1, -1), v.expand(2, -1, -1)
+    )
+    for layer in (0, module.LAYERS - 1):
+        found = operations.attend(column.clone(), layer).view(2, 1, 16)
+        torch.testing.assert_close(found, expected)
+    words = ["attention", "--shapes", "2,1,16,40", "1,1,32,9", "--passes", "1"]
+    assert module.main([*words, "--kinds", "int8", "int5"]) == 0
+    *_, head, _, first, second = capsys.readouterr().out.splitlines()
+    assert head.endswith("| int8 | int5 |")
+    assert first.startswith("| 2, 1, 16, 40 |") and second.startswith("| 1, 1, 32, 9 |")

@@ -1,8 +1,9 @@
 """Keys and values of every layer, allocated once and written in place by decode.c.
 
 They are in float32, bfloat16, float8, int8, int5 or int4. Values lie as they come, [columns,
-features]. Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector
-unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2,
+features]. Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of
+a vector unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns /
+2,
 features, 2] and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the
 number of columns is odd, zeros lie beside the values of the last column.
 
@@ -124,9 +125,9 @@ class KVCache:
             head_dim / 2, 4]; in int5 head_dim / 32 and head_dim / 8 more, rounded up, with the
             fifth bits.
         key_scales, value_scales: scales of each layer's columns, [rows or more, kv_heads, capacity]
-            float32, for int8 that was not measured; middles and steps of int4 and int5, [rows or more,
-            kv_heads, capacity / LANES, groups, LANES, 2] bfloat16; otherwise empty. The keys' are
-            the values' too where the keys hold them.
+            float32, for int8 that was not measured; middles and steps of int4 and int5, [rows or
+            more, kv_heads, capacity / LANES, groups, LANES, 2] bfloat16; otherwise empty. The keys'
+            are the values' too where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
         states: states of the layers that have a gated delta net; None: no layer has one.
     """
@@ -279,8 +280,8 @@ def require_kind(kind: str, *, latent: bool = False) -> None:
 
     Raises:
         UsageError: the kind is unknown.
-        UnsupportedError: int4 or int5 of latents, whose last features are values and whose first are
-            rotated keys: one rotation of both would mix them.
+        UnsupportedError: int4 or int5 of latents, whose last features are values and whose first
+            are rotated keys: one rotation of both would mix them.
     """
     if kind not in KINDS:
         raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")

@@ -1,6 +1,6 @@
 /* What decode.c does with registers, beside plain C: conversions of all codes to the bit, products
-   with one rounding, sums in their order, and `product` beside sums in double. For CPUs on which no
-   Python runs here; test_arm.py runs it. */
+   with one rounding, sums in their order, products of integers, and
+   `product` beside sums in double. For CPUs on which no Python runs here; test_arm.py runs it. */
 #include "decode.c"
 
 #define EXPECT(CONDITION) \
@@ -78,8 +78,34 @@ static void products(void) {
     }
 }
 
+static void integers(void) { /* of the caches of 4 and 5 bits */
+    for (int turn = 0; turn < 1000; turn++) {
+        uint8_t codes[4 * LANES] __attribute__((aligned(64))), bits[16];
+        int8_t four[4];
+        int32_t word;
+        for (int i = 0; i < 4 * LANES; i++) codes[i] = (uint8_t)(15.5f + 16 * drawn());
+        for (int i = 0; i < 16; i++) bits[i] = (uint8_t)(127.5f + 128 * drawn());
+        for (int i = 0; i < 4; i++) four[i] = (int8_t)(127.9f * drawn());
+        memcpy(&word, four, 4);
+        vi sum = int4_dot((vi){0} + turn, *(const vu *)codes, word);
+        for (int i = 0; i < LANES; i++) {
+            int expected = turn;
+            for (int k = 0; k < 4; k++) expected += codes[4 * i + k] * four[k];
+            EXPECT(sum[i] == expected);
+        }
+        for (int from = 0; from < 96; from += LANES) {
+            vu fifths = int4_fifth_bits(bits, from);
+            for (int i = 0; i < LANES; i++)
+                for (int k = 0; k < 4; k++)
+                    EXPECT((fifths[i] >> 8 * k & 255) ==
+                           (bits[i % 4 * 4 + k] >> (from + i) % 32 / 4 & 1u) << 4);
+        }
+    }
+}
+
 int main(void) {
     conversions();
+    integers();
     sums();
     products();
     return 0;

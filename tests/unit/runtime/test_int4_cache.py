@@ -1,4 +1,4 @@
-"""The caches of 4 and 5 bits beside their formulas in torch: bytes by hand, codes to the bit, attention."""
+"""The caches of 4 and 5 bits beside their formulas in torch: bytes, codes to the bit, attention."""
 
 import pytest
 import torch

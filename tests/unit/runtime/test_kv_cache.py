@@ -108,7 +108,8 @@ def fill(
 
 
 # Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest
-# number of 8 at most, clamped; of int4 and int5 the length of 16 half steps of numbers 7 apart at most.
+# number of 8 at most, clamped; of int4 and int5 the length of 16 half steps of numbers 7
+# apart at most.
 ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5, "int4": 4 * 7 / 30}
 ROOM["int5"] = 4 * 7 / 62
 
