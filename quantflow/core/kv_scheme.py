@@ -1,6 +1,7 @@
 """Schemes of a quantized KV cache, as plain data; quantflow.core.kv computes with them.
 
-They have 8 bits. The runtime's cache of 4 bits (quantflow.runtime.kv_cache) has no measured scales.
+They have 8 bits. The runtime's caches of 4 and 5 bits (quantflow.runtime.kv_cache) have no measured
+scales.
 """
 
 from quantflow.core.scheme import TensorScheme

@@ -1560,7 +1560,10 @@ static void attend_unit(const void *context, int64_t unit) {
     ATTEND(FLOAT32, OF_FLOATS) ATTEND(BFLOAT16, OF_FLOATS)
     ATTEND(FLOAT8, OF_FLOATS) ATTEND(INT8, OF_FLOATS)
     ATTEND_TILE(INT4, OF_FLOATS, 1) ATTEND_TILE(INT4, OF_FLOATS, 4) ATTEND_TILE(INT4, OF_FLOATS, 8)
-    ATTEND_TILE(INT5, OF_FLOATS, 1) ATTEND_TILE(INT5, OF_FLOATS, 4) ATTEND_TILE(INT5, OF_FLOATS, 8)
+    ATTEND_TILE(INT5, OF_FLOATS, 1)
+    for (int g = 0; s->kind == INT5 && size > 1 && g < size; g += 4) /* for the compiler's sake too */
+        attend_tile(s, l, q + g, to + g, row, head, first + g, end + g, sink + g, slope + g, INT5,
+                    OF_FLOATS, 4);
     if (HAS_PAIRS) { ATTEND(BFLOAT16, OF_PAIRS) }
 #if HAS_TILES
     if (products != OF_TILES) return;

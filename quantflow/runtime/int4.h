@@ -157,9 +157,12 @@ typedef struct {
     float units[TILE];                       /* what they count, times the factor of scores */
 } Int4Queries;
 
+/* One copy of what is called once a block or less, for all kinds and sizes: the compiler's time. */
+#define ONE_COPY static __attribute__((noinline))
+
 /* Round queries to int8. */
-INLINE void int4_round_queries(const float **q, int64_t dim, float scale, Int4Queries *to,
-                               const int kind, const int T) {
+ONE_COPY void int4_round_queries(const float **q, int64_t dim, float scale, Int4Queries *to,
+                                 int64_t kind, int T) {
     const int64_t group = int4_group(dim, kind);
     for (int g = 0; g < T; g++) {
         float amax = 0;
@@ -188,7 +191,8 @@ INLINE void int4_scores(const Step *s, const Layer *l, int64_t at, const Int4Que
                         float *scores, const int kind, const int T) {
     const int64_t lane = (int)LANES < (int)SIDE ? at % SIDE : 0, dim = s->head_dim;
     const int64_t group = int4_group(dim, kind), groups = dim / group;
-    const uint8_t *codes = (const uint8_t *)l->keys + (at - lane) * int4_bytes(dim, kind) + lane * 4;
+    const uint8_t *keys = (const uint8_t *)l->keys + (at - lane) * int4_bytes(dim, kind);
+    const uint8_t *codes = keys + lane * 4;
     const uint8_t *fifths = codes + dim / 8 * SIDE * 4;
     const uint32_t *pairs = (const uint32_t *)l->key_scales + (at - lane) * groups + lane;
     vf score[TILE];
@@ -235,9 +239,9 @@ typedef struct {
 /* Round probabilities, times the steps of their columns. scores: [T, BLOCK]; columns from the block's
  * group of LANES `first` to that of `end`; those that a query does not see have 0, and memory that
  * was never written. */
-INLINE void int4_round_weights(const Layer *l, const int64_t *at, int64_t first, int64_t end,
-                               const float *scores, int64_t part, int64_t groups,
-                               Int4Weights *to, const int T) {
+ONE_COPY void int4_round_weights(const Layer *l, const int64_t *at, int64_t first, int64_t end,
+                                 const float *scores, int64_t part, int64_t groups,
+                                 Int4Weights *to, int T) {
     for (int g = 0; g < T; g++) {
         vf weight[BLOCK / LANES], most = {0}, middles = {0}, sums = {0};
         for (int64_t j = first; j < end; j++) {

@@ -2,10 +2,9 @@
 
 They are in float32, bfloat16, float8, int8, int5 or int4. Values lie as they come, [columns,
 features]. Keys lie with 16 columns side by side, [columns / 16, features, 16], so that one step of
-a vector unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns /
-2,
-features, 2] and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the
-number of columns is odd, zeros lie beside the values of the last column.
+a vector unit adds a feature to the scores of 16 columns. In bfloat16 both lie by twos,
+[columns / 2, features, 2] and [columns / 16, features / 2, 16, 2], since a step multiplies pairs
+there. Where the number of columns is odd, zeros lie beside the values of the last column.
 
 int4 has two codes to a byte; int5 has their fifth bits beside them. Each head of queries and keys
 is multiplied by a Hadamard matrix / sqrt(n), which spreads an outlier of the keys over all features
