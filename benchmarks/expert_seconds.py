@@ -13,7 +13,7 @@ With --peers the experts of such a layer, an eighth of them, each with as many t
 by both programs, from import to the saved folder: W4A16 by gptq, all else left as it is. Attention
 and the router run too. llm-compressor shows every expert every token unless it is told otherwise,
 which is then another calibration; it runs with `moe_calibrate_all_experts=False`, so that both read
-what the router chose.
+what the router chose. Its layers run in bfloat16; `--dtype bfloat16` lets quantflow's do so too.
 """
 
 import argparse
@@ -71,6 +71,12 @@ def main(arguments: Sequence[str]) -> int:
         "--tokens", type=int, default=TOKENS, help="of the calibration beside llm-compressor"
     )
     parser.add_argument("--runs", type=int, default=1, help="in turns; medians are reported")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of quantflow's calibration text; llm-compressor's is the model's, bfloat16",
+    )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     given = parser.parse_args(arguments)
     return alone(beside, given) if given.peers is not None else by_part()
@@ -88,7 +94,7 @@ def beside(given: argparse.Namespace) -> int:
         samples = given.tokens // SEQUENCE
         make_calibration(calibration, samples=samples, tokens=SEQUENCE, seed=SEED)
         programs = {
-            "quantflow": partial(quantflow, model, calibration, work),
+            "quantflow": partial(quantflow, model, calibration, work, given.dtype),
             "llm-compressor": partial(llm_compressor, model, calibration, work, given.peers),
         }
         turns = [
@@ -152,14 +158,15 @@ def make_layer(folder: Path, name: str) -> None:
     partial_folder.rename(folder)
 
 
-def quantflow(model: Path, calibration: Path, work: Path) -> Run:
+def quantflow(model: Path, calibration: Path, work: Path, dtype: str) -> Run:
     """Run quantflow, its proof of the artifact included."""
     output = work / "quantflow"
     for path in (output, output.with_name("quantflow.work")):
         shutil.rmtree(path, ignore_errors=True)
     words = ("quantize", model, "-o", output, "--scheme", "W4A16", "--algorithm", "gptq", "-q")
     tokens = ("--calibration", calibration, "--samples", "100000", "--experts", "damp")
-    command = (*QUANTFLOW, *words, *tokens, "--sequence-length", str(SEQUENCE))
+    lengths = ("--sequence-length", str(SEQUENCE), "--dtype", dtype)
+    command = (*QUANTFLOW, *words, *tokens, *lengths)
     return run((*command, "--ignore", "re:.*self_attn.*"), log=work / "quantflow.log")
 
 
