@@ -3,14 +3,15 @@
 A library is compiled once. It is kept in a cache folder under the hash of all that it depends on
 (sources, compiler, flags, CPU). It carries the hash of its own bytes at its end, which is checked
 before it is loaded: a damaged one is compiled again. So is one that another user may write to,
-since whoever writes it can hash it. Processes that need it at once each compile their own, and the
-last renames over the others. Sources that include team.h share their loops among the threads of
-team.c, which is one library for all of them. They take as many threads as torch's OpenMP runtime,
-hence as `torch.set_num_threads` says.
+since whoever writes it can hash it. Of processes that need it at once, as ranks do, one compiles it
+and the others wait. Sources that include team.h share their loops among the threads of team.c,
+which is one library for all of them. They take as many threads as torch's OpenMP runtime, hence as
+`torch.set_num_threads` says.
 """
 
 import ctypes
 import errno
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -18,7 +19,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # loads torch's OpenMP runtime, which the library then shares instead of bringing another
@@ -167,12 +169,29 @@ def _load(source: Path) -> ctypes.CDLL:
     path = _cache_folder() / f"{source.stem}-{key[:32]}.so"
     try:
         if not _intact(path):
-            _build(source, compiler, path)
+            with _alone_in(path.parent):
+                if not _intact(path):
+                    _build(source, compiler, path)
         return ctypes.CDLL(
             str(path), mode=ctypes.RTLD_GLOBAL if source == _TEAM else ctypes.RTLD_LOCAL
         )
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror or error}", _FOLDER) from error
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time compile into a folder.
+
+    Where the file system has no locks each compiles its own, and the last renames over the others.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def _build(source: Path, compiler: str, path: Path) -> None:

@@ -111,11 +111,14 @@ def test_a_damaged_library_is_compiled_again(tmp_path, built, damage):
     assert library.stat().st_size == whole
 
 
-def test_two_processes_that_need_a_library_at_once_both_get_it(tmp_path, cache):
-    path = source(tmp_path)
+def test_of_two_processes_that_need_a_library_at_once_one_compiles_it(tmp_path, cache, monkeypatch):
+    compiler, calls, path = tmp_path / "gcc", tmp_path / "calls", source(tmp_path)
+    compiler.write_text(f'#!/bin/sh\necho >> {calls}\nsleep 2\nexec gcc "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
     both = [in_another_process(path) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["42\n", "42\n"]
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(cache.iterdir())) == 1 and calls.read_text() == "\n"
 
 
 def test_it_takes_as_many_threads_as_torch(tmp_path):
