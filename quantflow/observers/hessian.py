@@ -242,8 +242,11 @@ def folding_bytes(features: int, samples: int) -> int:
 
 
 def folding_bytes_on_device(features: int, samples: int) -> int:
-    """The bytes of an update there: samples in float32, and the product of the last strip."""
-    return 4 * features * (samples + min(features, DEVICE_ROWS))
+    """The bytes of an update there: samples in float32, and the product of the last strip.
+
+    Where bfloat16 is widened to be multiplied, both operands are there once more.
+    """
+    return 4 * features * (3 * samples + min(features, DEVICE_ROWS))
 
 
 def observer_bytes(features: int, *, rows: int = ROWS) -> int:
