@@ -141,7 +141,7 @@ class HessianObserver:
     def _state(self, strips: Iterable[Tensor]) -> dict[str, Tensor]:
         size, device = self._features, self._count.device
         return {
-            "hessian_sum": _whole(strips, size, device=device)
+            "hessian_sum": whole_of(strips, size, device=device)
             if self._strips
             else torch.zeros(size, size, device=device),
             "count": self._count,
@@ -298,7 +298,7 @@ def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
         yield strips.pop()
 
 
-def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
+def whole_of(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
     """The sum, [features, features], from its strips, the last one first.
 
     In this order memory is taken about as fast as it is freed: the last strip fills a tenth of the
@@ -306,9 +306,11 @@ def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> 
     """
     whole = torch.empty(features, features, device=device)
     for strip in strips:
-        rows = slice(strip.shape[1] - strip.shape[0], strip.shape[1])
-        whole[rows, : rows.stop] = strip
-        whole[: rows.start, rows] = strip[:, : rows.start].T
-        corner = whole[rows, rows]
-        corner.copy_(corner.tril() + corner.tril(-1).T)
+        first = strip.shape[1] - strip.shape[0]
+        for part in spans(strip.shape[0], ROWS):  # few rows: a corner is there three times
+            rows = slice(first + part.start, first + part.stop)
+            whole[rows, : rows.stop] = strip[part, : rows.stop]
+            whole[: rows.start, rows] = strip[part, : rows.start].T
+            corner = whole[rows, rows]
+            corner.copy_(corner.tril() + corner.tril(-1).T)
     return whole

@@ -23,6 +23,7 @@ from quantflow.observers.hessian import (
     add_on_device_,
     observer_bytes,
     shrink_,
+    whole_of,
 )
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -251,6 +252,8 @@ def test_the_strips_of_a_device_have_the_sum_of_exact_products(dtype):
     whole = rows.T @ rows + 1
     assert (strips[0].numpy() == whole[:DEVICE_ROWS, :DEVICE_ROWS]).all()
     assert (strips[1].numpy() == whole[DEVICE_ROWS:]).all()
+    joined = whole_of(reversed(strips), features, device=torch.device("cpu"))
+    assert (joined.numpy() == whole).all()
 
 
 def test_half_a_hessian_is_held():
