@@ -58,6 +58,7 @@ def attended(
     qkv = torch.randn(
         rows, capacity, query + 2 * shared, dim, generator=torch.Generator().manual_seed(seed)
     )
+    qkv[:, :, :query] *= (DIM / dim) ** 0.5  # scores are as large whatever the features
     # all scores fall by 0.7 shift^2
     qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift
     found = []
