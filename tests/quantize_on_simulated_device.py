@@ -603,5 +603,5 @@ def test_quantize_takes_the_device_of_its_flags(
     assert exit_code(cli, words) == 0
     assert json.loads(capsys.readouterr().out)["compute"] == {
         "device": "cuda:1",
-        "dtype": "float32",
+        "dtype": None,  # bfloat16 on a GPU, float32 on the CPU
     }
