@@ -148,9 +148,9 @@ def quantize_on_device(
     folding = folding_bytes_on_device(widest, longest) if plan.needs_hessian else 0
     folding += size * longest * widest if plan.needs_text and ranks > 1 else 0
     layer = cost.layer_in_memory(model.layer) if plan.in_float32 else cost.layer_as_stored(model)
-    # one linear, while it multiplies
     folding += 2 * FLOAT * longest * model.between  # what enters the layer and what leaves it
     narrow = dtype != torch.float32
+    # one linear, while it multiplies
     converted = size * model.layer.largest[0] if narrow or not plan.in_float32 else 0
     forward = cost.forward_bytes(model, longest)
     running = forward * size // FLOAT + converted

@@ -456,9 +456,9 @@ def _allow(
     share: CardShare,
     ranks: int,
 ) -> tuple[Allowance, int | None, bool]:
-    """The memory and disk that the work may take, the bytes of a device, and who stays there.
+    """Memory and disk of the work, bytes of a device, and whether hidden states stay on it.
 
-    The last says whether hidden states stay on the device, which has room for two generations.
+    They stay where the device has room for two generations of them.
 
     Raises:
         ResourceError: they do not suffice.
