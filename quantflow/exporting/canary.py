@@ -89,13 +89,13 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
                 f"computed {right[:16]}",
                 "this is a defect in the layout or the loader; keep the folder and report it",
             )
-        check.layer(layer.index, hidden, output)
+        check.layer(layer.index, *map(stream.alone, (hidden, output)))
     logits = device.fetch(stream.finish(states[0].hidden))
     if tensor_hash(logits) != expected["logits"]:
         raise IntegrityError(
             "logits: differ from quantize's on the canary", "keep the folder and report it"
         )
-    check.logits(device.fetch(states[0].hidden), logits)
+    check.logits(stream.alone(device.fetch(states[0].hidden)), logits)
     return check.reason if claims else None
 
 

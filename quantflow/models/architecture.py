@@ -23,6 +23,7 @@ from quantflow.models.family import (
     FamilyRow,
     FusedRows,
     GroupScores,
+    IndexerNames,
     KvHeads,
     LatentNames,
     Mixture,
@@ -92,6 +93,7 @@ NEUTRAL = frozenset(
 )
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _CHUNKED = "chunked_attention"
+_INDEXED = "indexed_attention"
 _GRID_KEYS = ("mrope_section", "mrope_interleaved")  # see `DecoderDesign.grid_rope`
 _ACTIVATIONS = {  # hidden_act -> an activation of decode.c
     "silu": "silu",
@@ -176,6 +178,30 @@ class Latent:
     value: int
     compressed: int | None
     pairs: bool
+    eps: float = 1e-6  # transformers' modules have it whatever rms_norm_eps says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """The indexer of sparse attention; see `quantflow.runtime.sparse_attention`.
+
+    Attributes:
+        names: names of its parts.
+        heads: its heads of queries, which share one key.
+        head_dim: features of a head; the first are rotated, as many as attention rotates.
+        chosen: positions that a query sees, itself among those that it may choose.
+        pairs: neighbouring features are rotated together.
+        layers: for each layer, whether it has an indexer; the queries of others see the positions
+            that those of the layer before do.
+        eps: epsilon of the norm of keys.
+    """
+
+    names: IndexerNames
+    heads: int
+    head_dim: int
+    chosen: int
+    pairs: bool
+    layers: tuple[bool, ...]
     eps: float = 1e-6  # transformers' modules have it whatever rms_norm_eps says
 
 
@@ -283,6 +309,7 @@ class Blueprint:
         sparse: for each layer, whether experts stand in the place of the MLP.
         mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         latent: multi-head latent attention; None: queries, keys and values of heads.
+        indexer: the indexer of sparse attention; None: a query sees all positions before it.
         delta: the gated delta net of some layers; None: all layers have attention.
         linear: for each layer, whether the gated delta net stands in the place of attention.
         fused: how the rows of one linear of queries, keys and values lie; the number of blocks
@@ -313,6 +340,7 @@ class Blueprint:
     temperature: Temperature | None = None
     unit_qk_norms: bool = False
     latent: Latent | None = None
+    indexer: Indexer | None = None
     delta: Delta | None = None
     linear: tuple[bool, ...] = ()
     fused: FusedRows = FusedRows()
@@ -695,6 +723,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         mixture=mixture,
         routing=routing,
         latent=latent,
+        indexer=None if row.indexer is None else _indexer(row.indexer, design, keys, layers),
         delta=delta,
         linear=linear,
         fused=_fused(row.fused, num_heads, num_kv_heads),
@@ -813,6 +842,48 @@ def _latent(names: LatentNames, design: DecoderDesign, keys: Keys) -> Latent:
         compressed=None if keys.get("q_lora_rank") is None else keys.count("q_lora_rank"),
         pairs=keys.flag(design.rotary_pairs),
     )
+
+
+def _indexer(names: IndexerNames, design: DecoderDesign, keys: Keys, layers: int) -> Indexer:
+    """The sizes of the indexer of sparse attention."""
+    rotated, head_dim = keys.count("qk_rope_head_dim"), keys.count("index_head_dim")
+    if keys.get("q_lora_rank") is None:
+        raise UnsupportedDesign("its indexer reads compressed queries, q_lora_rank is null")
+    if rotated > head_dim:
+        raise UnsupportedDesign(
+            f"index_head_dim of config.json is {head_dim}, of which {rotated} are rotated"
+        )
+    for layer_type in keys.of_layers("layer_types", layers) or []:
+        if layer_type != _INDEXED:
+            raise UnsupportedDesign(f"layer_types of config.json has {layer_type!r}")
+    return Indexer(
+        names=names,
+        heads=keys.count("index_n_heads"),
+        head_dim=head_dim,
+        chosen=keys.count("index_topk"),
+        pairs=design.indexer_pairs,
+        layers=_layers_with_indexer(keys, layers) if design.shared_selections else (True,) * layers,
+    )
+
+
+def _layers_with_indexer(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it has an indexer: a list, a pattern such as FSSF, or every n-th."""
+    step = 1 if keys.get("index_topk_freq") is None else keys.count("index_topk_freq")
+    first = keys.get("index_skip_topk_offset")
+    first = 2 if first is None else keys.product(["index_skip_topk_offset"])
+    pattern, kinds = keys.get("index_topk_pattern"), keys.of_layers("indexer_types", layers)
+    if kinds is None and isinstance(pattern, str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif kinds is None:
+        kinds = keys.of_layers("index_topk_pattern", layers) or [
+            "shared" if max(index - first + 1, 0) % step else "full" for index in range(layers)
+        ]
+    if len(kinds) != layers or not {*kinds} <= {"full", "shared"} or kinds[0] != "full":
+        raise UnsupportedDesign(
+            f"layers of config.json have the indexers {kinds!r}, {layers} layers need as many, "
+            "full or shared, and the first full"
+        )
+    return tuple(kind == "full" for kind in kinds)
 
 
 def _delta(names: DeltaNames, keys: Keys) -> Delta:
@@ -954,9 +1025,18 @@ def _listed(keys: Keys, layers: int) -> tuple[bool, ...]:
 
 
 def _named(keys: Keys, layers: int) -> tuple[bool, ...]:
+    return _by_mlp_type(keys, layers, tuple(index > 0 for index in range(layers)))
+
+
+def _named_or_after_first_k(keys: Keys, layers: int) -> tuple[bool, ...]:
+    return _by_mlp_type(keys, layers, _after_first_k(keys, layers))
+
+
+def _by_mlp_type(keys: Keys, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """The layers that `mlp_layer_types` calls sparse; `default` stands for that key."""
     kinds = keys.get("mlp_layer_types")
     if kinds is None:
-        return tuple(index > 0 for index in range(layers))
+        return default
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
         raise UnsupportedDesign(
             f"mlp_layer_types of config.json is {kinds!r}, not dense or sparse for each of "
@@ -974,6 +1054,7 @@ _SPARSE: Mapping[SparseLayers, Callable[[Keys, int], tuple[bool, ...]]] = Mappin
         SparseLayers.FROM_START_TO_END: _from_start_to_end,
         SparseLayers.LISTED: _listed,
         SparseLayers.NAMED: _named,
+        SparseLayers.NAMED_OR_AFTER_FIRST_K: _named_or_after_first_k,
     }
 )
 

@@ -14,7 +14,8 @@ stretched to their shape. All operations in between are recorded, and answer
                                               channel: copies and views, products with numbers that
                                               do not depend on that linear, attention over values
     what is a router                          a linear inside a mixture with an output for each
-                                              expert, or a single one
+                                              expert, or a single one; the linear of how much each
+                                              head of an indexer counts, by its name
     where keys and values enter the cache     the module that called the cache's update
 
 Later stages replay layers one by one, with the arguments that each was called with. So a model is
@@ -44,6 +45,7 @@ from quantflow.files.safetensors_header import SplitTensor, TensorPart
 from quantflow.models.carried import Carried
 from quantflow.models.experts import Experts, is_stacked, names_in_files
 from quantflow.models.experts import split as split_experts
+from quantflow.models.family import IndexerNames
 from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
 from quantflow.models.names import HubNames
 from quantflow.models.skeleton import as_written, skeleton
@@ -177,7 +179,8 @@ class TracedLayer:
         prefix: name of the layer, `model.layers.3`.
         groups: every linear that ran, and those of every expert of a mixture, whether a token went
             there or not.
-        routers: linears that decide which experts a token goes to and how much they count.
+        routers: linears that decide which experts a token goes to and how much they count, and how
+            much each head of an indexer counts.
         idle: linears that did not run, such as those that read an encoder, or whose weight
             something else read.
         skipped: the layer did not run.
@@ -943,11 +946,14 @@ def _depends(record: ForwardRecord, values: Iterable[TensorVersion]) -> set[str]
 
 
 def _routes(model: PreTrainedModel, name: str) -> bool:
-    """Whether a linear chooses experts, or says how much a shared one counts.
+    """Whether a linear chooses experts, or says how much a shared one or an indexer's head counts.
 
-    It lies beside experts, and has an output for each of them or a single one. A shared expert may
-    have as many features as there are experts (Qwen3-Next); what takes them lies beside it.
+    A router of experts lies beside them, and has an output for each of them or a single one. A
+    shared expert may have as many features as there are experts (Qwen3-Next); what takes them lies
+    beside it.
     """
+    if name.endswith(f".{IndexerNames().weights}"):
+        return True
     owner = parent = name.rpartition(".")[0]
     while owner and not any(
         child == "experts" for child, _ in model.get_submodule(owner).named_children()

@@ -146,6 +146,24 @@ class LatentNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerNames:
+    """Names inside a layer of the indexer of sparse attention, without `.weight`.
+
+    Attributes:
+        queries: linear from compressed queries to those of the indexer's heads.
+        key: linear from the hidden state to the key that these heads share.
+        key_norm: norm of that key, which subtracts the mean and has a bias.
+        weights: linear from the hidden state to how much each of the heads counts; it is never
+            quantized.
+    """
+
+    queries: str = "self_attn.indexer.wq_b"
+    key: str = "self_attn.indexer.wk"
+    key_norm: str = "self_attn.indexer.k_norm"
+    weights: str = "self_attn.indexer.weights_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeltaNames:
     """Names inside a layer of the parts of a gated delta net, without `.weight`.
 
@@ -199,6 +217,9 @@ class SparseLayers(Enum):
     )
     LISTED = "those of moe_layers, else every interleave_moe_layer_step-th"
     NAMED = "those that mlp_layer_types calls sparse, else all but the first"
+    NAMED_OR_AFTER_FIRST_K = (
+        "those that mlp_layer_types calls sparse, else all but the first first_k_dense_replace"
+    )
 
 
 class GroupScores(Enum):
@@ -290,6 +311,9 @@ class DecoderDesign:
             features, by whose sigmoid the head's output is multiplied.
         rotary_pairs: neighbouring features of a head are rotated together, where other families
             rotate features half a head apart; or the key that says it.
+        indexer_pairs: the indexer rotates neighbouring features together.
+        shared_selections: keys say which layers have an indexer; the others' queries see the
+            positions that those of the layer before them do.
         rope_where: a key, and the value with which there is a rotary embedding; None: there is one.
         no_rope_layers: the key `no_rope_layers` says which layers have no rotary embedding.
         query_pre_attn_scalar: scores are multiplied by query_pre_attn_scalar^-0.5, not by
@@ -359,6 +383,8 @@ class DecoderDesign:
     grid_rope: bool = False
     output_gate: bool = False
     rotary_pairs: bool | str = False
+    indexer_pairs: bool = False
+    shared_selections: bool = False
     rope_where: tuple[str, str] | None = None
     no_rope_layers: bool = False
     query_pre_attn_scalar: bool = False
@@ -427,6 +453,8 @@ class FamilyRow:
         unit_offset: norms multiply by 1 + their weight, so no factor can be folded into it.
         fused: how the rows of the one linear of queries, keys and values lie, if there is one.
         latent: the attention is multi-head latent attention with these parts; None: it is not.
+        indexer: an indexer with these parts chooses the positions that a query of latent attention
+            sees; None: it sees all before it.
         delta: gated delta nets stand in the place of attention in some layers; None: in none.
         traced: the linears of a layer come from a trace of the model's forward, not from this row.
         decoder: how the lean decoder runs it; None leaves it to transformers' modules.
@@ -446,6 +474,7 @@ class FamilyRow:
     unit_offset: bool = False
     fused: FusedRows = FusedRows()
     latent: LatentNames | None = None
+    indexer: IndexerNames | None = None
     delta: DeltaNames | None = None
     traced: bool = False
     decoder: DecoderDesign | None = None
@@ -537,8 +566,8 @@ _DEEPSEEK: Mapping[str, Any] = MappingProxyType(
 # the sum of two sizes above, and what concerns training alone
 _LATENT_IGNORED = frozenset({"qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"})
 _DEEPSEEK_V3_MIXTURE = Mixture(shared=_SHARED, correction="gate.e_score_correction_bias")
-_DEEPSEEK_V3_DECODER = DecoderDesign(
-    defaults={
+_DEEPSEEK_V3: Mapping[str, Any] = MappingProxyType(
+    {
         **_DEEPSEEK,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
@@ -548,8 +577,10 @@ _DEEPSEEK_V3_DECODER = DecoderDesign(
         "topk_group": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-    },
+    }
+)
+_DEEPSEEK_V3_DECODER = DecoderDesign(
+    defaults={**_DEEPSEEK_V3, "rope_interleave": True},
     supported_values={
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -564,6 +595,18 @@ _DEEPSEEK_V3_DECODER = DecoderDesign(
     expert_groups=True,
     scaled_experts=True,
     rotary_pairs="rope_interleave",
+)
+_DEEPSEEK_V32_DECODER = replace(
+    _DEEPSEEK_V3_DECODER,
+    defaults={
+        **_DEEPSEEK_V3,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    supported_values={**_DEEPSEEK_V3_DECODER.supported_values, "rope_interleave": True},
+    sparse_layers=SparseLayers.NAMED_OR_AFTER_FIRST_K,
+    rotary_pairs=True,
 )
 _QWEN_SHARED = Mixture(
     shared=("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"),
@@ -1336,6 +1379,46 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                         "partial_rotary_factor": 1.0,
                     },
                     sparse_layers=SparseLayers.NAMED,
+                ),
+            ),
+            # DeepSeek V3.2 and GLM-5: DeepSeek V3 with sparse attention. Layers beyond the last
+            # predict further tokens.
+            FamilyRow(
+                model_type="deepseek_v32",
+                architecture="DeepseekV32ForCausalLM",
+                names=_LATENT,
+                latent=LatentNames(),
+                indexer=IndexerNames(),
+                mixture=_DEEPSEEK_V3_MIXTURE,
+                traced=True,
+                decoder=_DEEPSEEK_V32_DECODER,
+            ),
+            FamilyRow(
+                model_type="glm_moe_dsa",
+                architecture="GlmMoeDsaForCausalLM",
+                names=_LATENT,
+                latent=LatentNames(),
+                indexer=IndexerNames(),
+                mixture=_DEEPSEEK_V3_MIXTURE,
+                traced=True,
+                decoder=replace(
+                    _DEEPSEEK_V32_DECODER,
+                    defaults={
+                        **_DEEPSEEK_V32_DECODER.defaults,
+                        "rms_norm_eps": 1e-5,
+                        "q_lora_rank": 2048,
+                        "qk_nope_head_dim": 192,
+                        "v_head_dim": 256,
+                        "n_group": 1,
+                        "topk_group": 1,
+                        "index_n_heads": 32,
+                    },
+                    supported_values={
+                        **_DEEPSEEK_V32_DECODER.supported_values,
+                        "indexer_rope_interleave": True,
+                    },
+                    indexer_pairs=True,
+                    shared_selections=True,
                 ),
             ),
             # Three layers of four are gated delta nets. Layers of `mtp` predict further tokens.

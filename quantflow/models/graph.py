@@ -129,7 +129,8 @@ class Layer:
         attention: module that writes the KV cache; None where nothing does, such as in a state
             space layer.
         groups: the linears, in the order in which the layer calls them.
-        routers: linears of a mixture that are never quantized; empty in a dense layer.
+        routers: linears that are never quantized, since a choice hangs on few numbers: of experts
+            those of a mixture, of positions that of how much each head of an indexer counts.
         idle: linears that no token of a causal forward goes through, or whose weight something else
             reads; they are never quantized.
         skipped: text alone goes past the layer, such as one that attends to an image; all its
@@ -223,7 +224,7 @@ class Graph:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Full names of the linears of mixtures that are never quantized."""
+        """Full names of the linears of mixtures and indexers that are never quantized."""
         return tuple(name for layer in self.layers for name in layer.routers)
 
     @property

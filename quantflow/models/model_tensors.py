@@ -256,6 +256,7 @@ def _linears(
             yield from _of_delta(blueprint.delta, prefix, hidden)
         elif blueprint.latent is not None:
             yield from _of_latent(design, blueprint, blueprint.latent, prefix, keys)
+            yield from _of_indexer(blueprint, index, hidden)
         else:
             of_names = qkv if len(names.qkv) > 1 else (sum(qkv),)
             for name, rows in zip(names.qkv, of_names, strict=True):
@@ -303,6 +304,23 @@ def _of_latent(
     yield f"{prefix}.{latent.names.up}", (rows, latent.features), False
     output = (hidden, heads * latent.value)
     yield f"{prefix}.{blueprint.names.output}", output, _has_bias(design.output_bias, keys)
+
+
+def _of_indexer(
+    blueprint: Blueprint, index: int, hidden: int
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """The linears of a layer's indexer, as `_linears` has them; none where it has none."""
+    indexer, latent, prefix = (
+        blueprint.indexer,
+        blueprint.latent,
+        f"{blueprint.names.layers}.{index}",
+    )
+    if indexer is None or latent is None or not indexer.layers[index]:
+        return
+    queries = (indexer.heads * indexer.head_dim, latent.compressed or hidden)
+    yield f"{prefix}.{indexer.names.queries}", queries, False
+    yield f"{prefix}.{indexer.names.key}", (indexer.head_dim, hidden), False
+    yield f"{prefix}.{indexer.names.weights}", (indexer.heads, hidden), False
 
 
 def _of_delta(
@@ -364,6 +382,10 @@ def _others(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
             yield f"{prefix}.{delta.names.rate}", (delta.value_heads,)
             yield f"{prefix}.{delta.names.shift}", (delta.value_heads,)
             yield f"{prefix}.{delta.names.norm}.weight", (delta.value_dim,)
+        indexer = blueprint.indexer
+        if indexer is not None and indexer.layers[index]:
+            for leaf in ("weight", "bias"):
+                yield f"{prefix}.{indexer.names.key_norm}.{leaf}", (indexer.head_dim,)
         if names.sinks is not None:
             yield f"{prefix}.{names.sinks}", (blueprint.heads.num_heads,)
         if sparse and mixture is not None and mixture.correction is not None:

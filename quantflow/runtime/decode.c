@@ -19,6 +19,10 @@
  * Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) has one kv head. Its
  * last `latent` features are a column's keys and its values, and lie in the cache once.
  *
+ * Sparse attention (DeepSeek-AI 2025, arXiv:2512.02556, section 2.1) chooses the columns that a query
+ * may see by the scores of an index, which has heads and keys of its own. Columns that are not chosen
+ * have scores of -inf: they are read, where one of their neighbours is chosen, and add nothing.
+ *
  * A gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) stands in the place of
  * attention in some layers. It keeps no columns: each sequence has a state of one size, which every
  * column changes in turn. So what it gives does not depend on how columns are put into steps.
@@ -162,6 +166,10 @@ typedef struct {
     const int64_t *table;   /* [rows, width] blocks that hold its columns, `block` columns each */
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
     const int64_t *slots;   /* [rows] place of a sequence's state in each gated delta net */
+    /* [new columns, words] a bit for each column of the sequence, BLOCK to a word: those that a
+     * query may see; NULL: all */
+    const uint64_t *selected;
+    int64_t words;
     const float *slopes;    /* [query_heads] of ALiBi; NULL: distances count nothing */
     int64_t rounded_alibi;  /* ALiBi as Falcon has it, see `add_rounded_distances` */
     int64_t rows, block, width; /* rows: sequences */
@@ -193,6 +201,7 @@ static inline void check_step(const Step *s, const Layer *l) {
           s->tiles[0] == 0);
     CHECK(l->rotary_dim >= 0 && l->rotary_dim <= s->head_dim && l->rotary_dim % 2 == 0 &&
           s->activation >= SILU && s->activation <= CLAMPED_SWIGLU);
+    CHECK(!s->selected || s->words > 0);
     CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
     CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT5 && l->window >= 0 && l->chunk >= 0);
@@ -1225,6 +1234,26 @@ INLINE void add_distances(float *scores, const float *slope, const int64_t *end,
         }
 }
 
+/* The scores [T, BLOCK] of columns that a query may not see become -inf. word: the columns' place in
+ * the bits of each query. */
+INLINE void hide_unselected(float *scores, const uint64_t *const *selected, int64_t word,
+                            const int T) {
+    const vi lanes = {NUMBERS};
+    for (int g = 0; g < T; g++)
+        for (int j = 0; j < BLOCK; j += LANES) {
+            const vi bits = (vi){0} + (int32_t)(uint32_t)(selected[g][word] >> j);
+            vf *own = (vf *)(scores + g * BLOCK + j);
+            *own = blend((bits >> lanes & 1) != 0, *own, splat(-INFINITY));
+        }
+}
+
+/* Whether one of T queries may see one of the BLOCK columns of a word. */
+INLINE int any_selected(const uint64_t *const *selected, int64_t word, const int T) {
+    uint64_t any = 0;
+    for (int g = 0; g < T; g++) any |= selected[g][word];
+    return any != 0;
+}
+
 /* The nearest bfloat16 as a float, ties to even, of finite numbers. */
 static inline vf rounded_to_bfloat(vf x) {
     vu bits = (vu)x;
@@ -1417,14 +1446,16 @@ INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t strid
  * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time. q, out: [head_dim] of
  * each query, out the latent where there is one; first, end: the columns [first, end) of sequence
  * `row` that each query sees; sink: where the layer has sinks, the score of each query's, which
- * counts in its sum alone; slope: ALiBi's of each query, where there is one.
+ * counts in its sum alone; slope: ALiBi's of each query, where there is one; selected: the bits of
+ * each query's `Step.selected`, or NULL. A block of columns that none of them may see is passed over:
+ * it would add zeros.
  *
  * The sums of a query have the same order whichever queries are computed with it and however the
  * columns lie in blocks. */
 INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t row,
                         int64_t h, const int64_t *first, const int64_t *end, const float *sink,
-                        const float *slope, const int kind, const enum products products,
-                        const int T) {
+                        const float *slope, const uint64_t *const *selected, const int kind,
+                        const enum products products, const int T) {
     enum { GROUPS = BLOCK / LANES };
     const int narrow = products == OF_PAIRS;
     const int W = (T > 4 ? 2 : 4) / (REGISTERS == 16 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
@@ -1464,6 +1495,7 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
     /* Blocks begin at multiples of BLOCK, not at the first column that a query sees: the sums of a
      * query then do not depend on its neighbours. */
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
+        if (selected && !any_selected(selected, begin / BLOCK, T)) continue;
         int64_t from = low > begin ? low - begin : 0;
         int64_t to = high - begin < BLOCK ? high - begin : BLOCK;
         int64_t at[GROUPS], groups = (to + LANES - 1) / LANES, group = 0, i = 0;
@@ -1483,6 +1515,7 @@ INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **
         if (s->slopes && s->rounded_alibi)
             add_rounded_distances(scores, slope, end, begin, s->padding[row], s->scale, T);
         else if (s->slopes) add_distances(scores, slope, end, begin, T);
+        if (selected) hide_unselected(scores, selected, begin / BLOCK, T);
         online_softmax_step(scores, first, end, begin, largest, total, shrink, T);
         /* int8 values without measured scales: the scale of a column goes into its probability */
         for (int g = 0; g < T && dynamic; g++)
@@ -1532,6 +1565,7 @@ static void attend_unit(const void *context, int64_t unit) {
     int64_t first[TILE], end[TILE];
     float sink[TILE], slope[TILE];
     const float *q[TILE];
+    const uint64_t *own[TILE], *const *selected = s->selected ? own : NULL;
     float *to[TILE];
     for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
         int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1);
@@ -1540,6 +1574,7 @@ static void attend_unit(const void *context, int64_t unit) {
         to[g] = out + ((from + column) * s->query_heads + query) * outs;
         sink[g] = l->sinks ? l->sinks[query] : 0;
         slope[g] = s->slopes ? s->slopes[query] : 0;
+        own[g] = s->selected ? s->selected + (from + column) * s->words : NULL;
         first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
         if (l->chunk && end[g] > first[g])
             first[g] += (end[g] - 1 - first[g]) / l->chunk * l->chunk;
@@ -1547,7 +1582,7 @@ static void attend_unit(const void *context, int64_t unit) {
     }
 #define ATTEND_TILE(KIND, PRODUCTS, T) \
     if (s->kind == KIND && products == PRODUCTS && size == T) \
-        attend_tile(s, l, q, to, row, head, first, end, sink, slope, KIND, PRODUCTS, T);
+        attend_tile(s, l, q, to, row, head, first, end, sink, slope, selected, KIND, PRODUCTS, T);
 #define ATTEND(KIND, PRODUCTS) \
     ATTEND_TILE(KIND, PRODUCTS, 1) \
     ATTEND_TILE(KIND, PRODUCTS, 3) \
@@ -1562,8 +1597,8 @@ static void attend_unit(const void *context, int64_t unit) {
     ATTEND_TILE(INT4, OF_FLOATS, 1) ATTEND_TILE(INT4, OF_FLOATS, 4) ATTEND_TILE(INT4, OF_FLOATS, 8)
     ATTEND_TILE(INT5, OF_FLOATS, 1)
     for (int g = 0; s->kind == INT5 && size > 1 && g < size; g += 4) /* for the compiler's sake too */
-        attend_tile(s, l, q + g, to + g, row, head, first + g, end + g, sink + g, slope + g, INT5,
-                    OF_FLOATS, 4);
+        attend_tile(s, l, q + g, to + g, row, head, first + g, end + g, sink + g, slope + g,
+                    selected ? selected + g : NULL, INT5, OF_FLOATS, 4);
     if (HAS_PAIRS) { ATTEND(BFLOAT16, OF_PAIRS) }
 #if HAS_TILES
     if (products != OF_TILES) return;
@@ -1607,6 +1642,127 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     if (!s->output_gate) return;
     const int64_t columns = s->first[s->rows];
     share(gate_heads, &context, columns, columns * s->query_heads * s->head_dim, WORTH_A_THREAD);
+}
+
+typedef struct {
+    const Step *s;
+    const Layer *l;
+    const float *queries, *weights;
+    int64_t most;
+    uint64_t *selected;
+    int *failed;
+} Select;
+
+/* A number as an integer of the same order. */
+static inline uint32_t ordered_bits(float x) {
+    const uint32_t bits = float_bits(x + 0.0f); /* -0 becomes 0 */
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+/* The largest number that is at most `most` of `keys`, where there are more than that. */
+static uint32_t least_of_most(const uint32_t *keys, int64_t count, int64_t most) {
+    uint32_t least = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        const uint32_t trial = least | 1u << bit;
+        int64_t many = 0;
+#pragma omp simd reduction(+ : many)
+        for (int64_t i = 0; i < count; i++) many += keys[i] >= trial;
+        if (many >= most) least = trial;
+    }
+    return least;
+}
+
+/* The index's scores of the columns [begin, begin + to) for one query, which has `query_heads` heads:
+ *
+ *     score = sum over heads h of weights[h] * max(0, queries[h] . key)
+ *
+ * queries: 8 heads together [.., head_dim, 8], then one by one; out: [BLOCK] */
+INLINE void index_scores(const Step *s, const Layer *l, int64_t row, int64_t begin, int64_t to,
+                         const float *queries, const float *weights, float *out, const int kind) {
+    float scores[TILE * BLOCK] __attribute__((aligned(64)));
+    int64_t h = 0;
+    memset(out, 0, sizeof *out * BLOCK);
+    while (h < s->query_heads) {
+        const int T = s->query_heads - h >= TILE ? TILE : 1;
+        for (int64_t j = 0; j < to; j += LANES) {
+            const int64_t at = cache_column(s, row, 0, begin + j);
+            const float *own = queries + h * s->head_dim;
+            if (T == TILE) query_key_scores(s, l, &at, own, scores + j, kind, 0, TILE, 1);
+            else query_key_scores(s, l, &at, own, scores + j, kind, 0, 1, 1);
+            for (int g = 0; g < T; g++) {
+                vf *sum = (vf *)(out + j), most = *(vf *)(scores + g * BLOCK + j);
+                *sum = multiply_add(*sum, splat(weights[h + g]), larger(most, (vf){0}));
+            }
+        }
+        h += T;
+    }
+}
+
+/* The columns that the query of a new column may see: of those before it and its own the `most` of
+ * the largest scores, of equal ones the earlier. */
+static void select_unit(const void *context, int64_t at) {
+    const Select *t = context;
+    const Step *s = t->s;
+    const int64_t row = sequence_of(s->first, s->rows, at), dim = s->head_dim;
+    const int64_t heads = s->query_heads, whole = heads - heads % TILE;
+    const int64_t first = s->padding[row], end = s->start[row] + at - s->first[row] + 1;
+    const float *q = t->queries + at * (heads + 1) * dim;
+    uint64_t *selected = t->selected + at * s->words;
+    memset(selected, 0, sizeof *selected * (size_t)s->words);
+    if (end - first <= t->most) {
+        for (int64_t i = first; i < end; i++) selected[i / BLOCK] |= (uint64_t)1 << i % BLOCK;
+        return;
+    }
+    float *queries = malloc(sizeof *queries * (size_t)(heads * dim));
+    uint32_t *keys = malloc(sizeof *keys * (size_t)(end - first));
+    if (!queries || !keys) {
+        free(queries), free(keys);
+        __atomic_store_n(t->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int64_t h = 0; h < heads; h++) {
+        const int64_t group = h < whole ? h / TILE * TILE : h, T = h < whole ? TILE : 1;
+        for (int64_t i = 0; i < dim; i++)
+            queries[group * dim + i * T + h - group] = q[h * dim + i];
+    }
+    for (int64_t begin = first - first % BLOCK; begin < end; begin += BLOCK) {
+        float scores[BLOCK] __attribute__((aligned(64)));
+        const int64_t to = end - begin < BLOCK ? end - begin : BLOCK;
+        const float *weights = t->weights + at * heads;
+#define SCORES(KIND)     if (s->kind == KIND) index_scores(s, t->l, row, begin, to, queries, weights, scores, KIND);
+        SCORES(FLOAT32) SCORES(BFLOAT16) SCORES(FLOAT8) SCORES(INT8)
+#undef SCORES
+        for (int64_t i = begin < first ? first - begin : 0; i < to; i++)
+            keys[begin + i - first] = ordered_bits(scores[i]);
+    }
+    const uint32_t least = least_of_most(keys, end - first, t->most);
+    int64_t equal = t->most; /* columns of that score that are chosen */
+    for (int64_t i = 0; i < end - first; i++) equal -= keys[i] > least;
+    for (int64_t i = 0; i < end - first; i++)
+        if (keys[i] > least || (keys[i] == least && equal-- > 0))
+            selected[(first + i) / BLOCK] |= (uint64_t)1 << (first + i) % BLOCK;
+    free(queries), free(keys);
+}
+
+/* Choose the columns that the queries of new columns may see.  s, l: the index's heads, and its
+ * keys in the place of a layer's; queries: [columns, query_heads + 1, head_dim] as rope_store left
+ * them; weights: [columns, query_heads]; selected: [columns, s->words], written. Returns 1 where
+ * there was no memory. */
+int select_columns(const Step *s, const Layer *l, const float *queries, const float *weights,
+                   int64_t most, uint64_t *selected) {
+    check_step(s, l);
+    CHECK(queries && weights && selected && most > 0 && s->words > 0 && s->kv_heads == 1);
+    CHECK(s->latent == s->head_dim && s->kind < INT4);
+    int failed = 0;
+    int64_t seen = 0;
+    for (int64_t row = 0; row < s->rows; row++) {
+        CHECK(s->start[row] + s->first[row + 1] - s->first[row] <= s->words * BLOCK);
+        seen += (s->first[row + 1] - s->first[row]) * (s->start[row] + 1);
+    }
+    Select context = {s, l, queries, weights, most, selected, &failed};
+    share(select_unit, &context, s->first[s->rows], seen * s->query_heads * s->head_dim,
+          PRODUCTS_WORTH_A_THREAD);
+    return failed;
 }
 
 typedef struct {
@@ -1892,7 +2048,8 @@ const struct field *structure_fields(void) {
         FIELD(Layer, window), FIELD(Layer, chunk), FIELD(Layer, rotary_dim),
         FIELD(Layer, floor_scale), FIELD(Layer, attn_scale), END(Layer),
         FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
-        FIELD(Step, tiles), FIELD(Step, slots), FIELD(Step, slopes),
+        FIELD(Step, tiles), FIELD(Step, slots),
+        FIELD(Step, selected), FIELD(Step, words), FIELD(Step, slopes),
         FIELD(Step, rounded_alibi), FIELD(Step, rows),
         FIELD(Step, block), FIELD(Step, width),
         FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),

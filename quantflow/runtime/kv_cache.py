@@ -21,6 +21,9 @@ that reads its group; of a key, its position.
 The latents of multi-head latent attention are keys and values at once (`latent`), and lie once, as
 keys do. int4 and int5 do not keep them.
 
+The keys of an indexer (`index_dim`) are kept beside those of attention, of the same kind and in the
+same blocks, and are cropped, kept and shared with them.
+
 Gated delta nets keep no columns but a state of one size for each sequence (`DeltaStates`).
 
 With measured scales (quantflow.core.kv) float8 and int8 are in units of these scales; int8 then
@@ -128,6 +131,7 @@ class KVCache:
             more, kv_heads, capacity / LANES, groups, LANES, 2] bfloat16; otherwise empty. The keys'
             are the values' too where the keys hold them.
         key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
+        index: the keys of indexers, each layer's as latents lie; None: there are none.
         states: states of the layers that have a gated delta net; None: no layer has one.
     """
 
@@ -141,6 +145,7 @@ class KVCache:
         capacity: int,
         head_dim: int,
         latent: bool = False,
+        index_dim: int = 0,
         scales: Sequence[KVScales] = (),
         states: DeltaStates | None = None,
     ) -> None:
@@ -154,6 +159,7 @@ class KVCache:
             capacity: columns of a sequence.
             head_dim: features of a head, an even number for bfloat16.
             latent: the keys hold the values, so nothing is kept for those.
+            index_dim: features of an indexer's keys; 0: there is no indexer.
             scales: scales of each layer that were measured for this kind; or none.
             states: states of the layers that keep no columns, of as many sequences; or none.
 
@@ -196,6 +202,18 @@ class KVCache:
             for each in (layers, apart)
         )
 
+        self.index: KVCache | None = None
+        if index_dim:
+            self.index = KVCache(
+                kind=kind,
+                layers=layers,
+                rows=rows,
+                kv_heads=1,
+                capacity=self.capacity,
+                head_dim=index_dim,
+                latent=True,
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of the columns' storage."""
@@ -213,7 +231,7 @@ class KVCache:
         """
         return tuple(
             part[layer] if part else None
-            for part in (*self._storage(), self.key_steps, self.value_steps)
+            for part in (*self._own_storage(), self.key_steps, self.value_steps)
         )
 
     def clear(self, rows: int) -> None:
@@ -263,8 +281,12 @@ class KVCache:
             )
         self.length = length
 
-    def _storage(self) -> tuple[list[Tensor], ...]:
+    def _own_storage(self) -> tuple[list[Tensor], ...]:
         return self.keys, self.values, self.key_scales, self.value_scales
+
+    def _storage(self) -> tuple[list[Tensor], ...]:
+        index = () if self.index is None else self.index._own_storage()
+        return (*self._own_storage(), *index)
 
 
 def group_of(kind: str, head_dim: int) -> int:

@@ -107,19 +107,37 @@ class LatentQueries:
         Args:
             x: [N, H] float32.
         """
-        sizes, rotated = self.sizes, self.sizes.rotated
-        both, key_width = self.down(x), rotated + sizes.features
-        queries, key = both[:, :-key_width], both[:, -key_width : -sizes.features]
-        latent = both[:, -sizes.features :]
+        return self.of_compressed(*self.compressed(x))
+
+    def compressed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Compressed queries behind their norm, or queries where they are not compressed; the rest.
+
+        Args:
+            x: [N, H] float32.
+
+        Returns:
+            [N, compressed or heads * (rotated + plain)] float32, and the key with the latent
+            [N, rotated + features] float32.
+        """
+        both, key_width = self.down(x), self.sizes.rotated + self.sizes.features
+        queries, rest = both[:, :-key_width], both[:, -key_width:]
         if self.query_up is not None:
-            queries = self.query_up(normalized(queries, self.query_norm, sizes.eps))
-        queries = queries.view(len(x), -1, rotated + sizes.plain)  # [N, heads, ..]
-        out = torch.empty(len(x), queries.shape[1] + 1, key_width)
+            queries = normalized(queries, self.query_norm, self.sizes.eps)
+        return queries, rest
+
+    def of_compressed(self, queries: Tensor, rest: Tensor) -> Tensor:
+        """What `__call__` returns, of what `compressed` does."""
+        sizes, rotated, rows = self.sizes, self.sizes.rotated, len(queries)
+        if self.query_up is not None:
+            queries = self.query_up(queries)
+        queries = queries.view(rows, -1, rotated + sizes.plain)  # [N, heads, ..]
+        out = torch.empty(rows, queries.shape[1] + 1, rotated + sizes.features)
         out[:, :-1, :rotated] = queries[..., :rotated]
         self.keys(queries[..., rotated:], out[:, :-1, rotated:])
-        out[:, -1, :rotated] = key
-        out[:, -1, rotated:] = self.rounding(normalized(latent, self.latent_norm, sizes.eps))
-        return out.view(len(x), -1)
+        out[:, -1, :rotated] = rest[:, :rotated]
+        latent = normalized(rest[:, rotated:], self.latent_norm, sizes.eps)
+        out[:, -1, rotated:] = self.rounding(latent)
+        return out.view(rows, -1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

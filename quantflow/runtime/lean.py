@@ -22,11 +22,11 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models import architecture
 from quantflow.models.architecture import Blueprint
 from quantflow.models.family import FusedRows
-from quantflow.runtime import delta_net, operations
+from quantflow.runtime import delta_net, operations, sparse_attention
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, DeltaStates, KVCache, require_kind
-from quantflow.runtime.latent_attention import LatentOutput, latent_products
+from quantflow.runtime.latent_attention import LatentOutput, LatentQueries, latent_products
 from quantflow.runtime.operations import (
     NO_NORM,
     DecoderBlock,
@@ -65,8 +65,10 @@ def why_not(artifact: Artifact, *, crops: bool = False) -> str | None:
         return "it has no measured scales for a cache of latents"
     if crops and any(blueprint.linear):
         return "it cannot take a wrong guess back out of the state of a gated delta net"
-    return delta_net.why_not(blueprint) or operations.why_not(
-        blueprint.heads.head_dim, blueprint.heads.latent
+    return (
+        delta_net.why_not(blueprint)
+        or sparse_attention.why_not(blueprint)
+        or operations.why_not(blueprint.heads.head_dim, blueprint.heads.latent)
     )
 
 
@@ -469,6 +471,7 @@ def cache_shape(blueprint: Blueprint) -> dict[str, Any]:
         "kv_heads": heads.num_kv_heads,
         "head_dim": heads.head_dim,
         "latent": heads.latent > 0,
+        "index_dim": 0 if blueprint.indexer is None else blueprint.indexer.head_dim,
     }
 
 
@@ -573,6 +576,11 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     linear = blueprint.is_linear(index)
     if linear and blueprint.delta is not None:
         attention, net = delta_net.delta_net(artifact, blueprint.delta, prefix, pack)
+    indexer = None
+    if blueprint.indexer is not None and blueprint.indexer.layers[index]:
+        queries = attention[0]
+        assert isinstance(queries, LatentQueries)  # no other attention has an indexer
+        indexer = sparse_attention.indexer(artifact, blueprint, prefix, queries, pack)
     products = [
         *attention,
         *(
@@ -602,6 +610,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         products=tuple(products),
         experts=experts,
         delta_net=net,
+        indexer=indexer,
         **norms,
         window=blueprint.windows[index],
         chunk=blueprint.chunks[index] if blueprint.chunks else 0,

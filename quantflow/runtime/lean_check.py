@@ -42,6 +42,8 @@ class LeanCheck:
         if self.reason is None and not isinstance(blueprint, str):
             self._blueprint, self._scales = blueprint, lean.kv_scales(artifact, blueprint)
             self._unrounded = _unrounded(artifact)
+            # of the last layer with an indexer: what queries see, with rounded inputs and without
+            self._selections: dict[bool, Tensor | None] = {}
 
     @torch.inference_mode()
     def layer(self, index: int, hidden: Tensor, expected: Tensor) -> None:
@@ -116,8 +118,10 @@ class LeanCheck:
         )
         operations.begin(cache, [rope.table(cache.capacity) for rope in blueprint.ropes])
         operations.step(positions)
+        operations.selection = self._selections.get(rounded)
         x = hidden.clone()
         operations.last_norm(x, operations.run(x), NO_NORM)
+        self._selections[rounded] = operations.selection
         return x - hidden
 
     def _last_logits(self, artifact: Artifact, last: Tensor) -> Tensor:

@@ -238,8 +238,15 @@ def _blueprint_of(blueprint: Blueprint, ahead: Ahead, names: Collection[str]) ->
     if any(blueprint.windows):
         return "it is not known whether a layer that predicts further tokens (MTP) has a window"
     *others, _ = range(ahead.index + 1)  # lists are looked up by the layer's index
+    indexer = blueprint.indexer
+    if indexer is not None:
+        own = f"{ahead.prefix}.{indexer.names.key}.weight" in inside
+        if not own:
+            return "its layer that predicts further tokens (MTP) has no indexer of its own"
+        indexer = replace(indexer, layers=(True,) * (ahead.index + 1))
     return replace(
         blueprint,
+        indexer=indexer,
         names=replace(blueprint.names, layers=ahead.layers),
         sparse=(*(False for _ in others), sparse),
         windows=(0,) * (ahead.index + 1),

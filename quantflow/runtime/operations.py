@@ -7,7 +7,7 @@ how many columns are new.
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import kernels, native
-from quantflow.models.architecture import Delta, Form, Heads, Temperature
+from quantflow.models.architecture import Delta, Form, Heads, Indexer, Temperature
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
@@ -27,7 +27,7 @@ RotaryTables = tuple[Tensor, Tensor]
 SOURCE = Path(__file__).with_name("decode.c")
 MAX_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 MAX_KERNEL = 8  # decode.c keeps the inputs of a convolution on the stack
-_TILE = 8  # decode.c's TILE
+_TILE, _WORD = 8, 64  # decode.c's TILE and BLOCK
 
 
 # decode.c's `enum activation`
@@ -75,6 +75,36 @@ class LayerDeltaNet(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class IndexInputs:
+    """What a layer with sparse attention makes of hidden states.
+
+    Attributes:
+        attention: what attention takes, see `Operations.attend`.
+        index: [N, (heads + 1) * head_dim] queries of the indexer's heads, and its key.
+        weights: [N, heads] how much each of these heads counts.
+    """
+
+    attention: Tensor
+    index: Tensor
+    weights: Tensor
+
+
+class LayerIndexer(Protocol):
+    """The indexer of a layer; see `quantflow.runtime.sparse_attention`."""
+
+    @property
+    def sizes(self) -> Indexer:
+        """Its sizes."""
+
+    @property
+    def key_norm(self) -> Norm:
+        """Norm of its keys."""
+
+    def __call__(self, x: Tensor) -> IndexInputs:
+        """What attention and the index take of hidden states [N, H]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderBlock:
     """A decoder layer.
 
@@ -83,6 +113,7 @@ class DecoderBlock:
             where there are experts.
         experts: stands in the place of the MLP; None: there are none.
         delta_net: stands in the place of attention, between qkv and output; None: there is none.
+        indexer: stands in the place of qkv and chooses what queries see; None: there is none.
         attention_norm, attended_norm: norm before attention, and of what attention adds.
         mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -102,6 +133,7 @@ class DecoderBlock:
     k_norm: Norm = NO_NORM
     experts: LayerExperts | None = None
     delta_net: LayerDeltaNet | None = None
+    indexer: LayerIndexer | None = None
     window: int = 0
     chunk: int = 0
     temperature: Temperature | None = None
@@ -137,6 +169,16 @@ def why_not_delta(key_dim: int, value_dim: int, kernel: int) -> str | None:
             )
     if kernel > MAX_KERNEL:
         return f"it knows convolutions of {MAX_KERNEL} tokens at most, this model's has {kernel}"
+    return None
+
+
+def why_not_indexer(head_dim: int) -> str | None:
+    """Why decode.c cannot run an indexer of such heads, in a sentence; None when it can."""
+    if head_dim % LANES or head_dim > MAX_HEAD_DIM:
+        return (
+            f"it works on {LANES} features at once and {MAX_HEAD_DIM} at most, an indexer's heads "
+            f"have {head_dim}"
+        )
     return None
 
 
@@ -247,6 +289,8 @@ class _Step(ctypes.Structure):
         ("table", _POINTER),
         ("tiles", _POINTER),
         ("slots", _POINTER),
+        ("selected", _POINTER),
+        ("words", _COUNT),
         ("slopes", _POINTER),
         ("rounded_alibi", _COUNT),
         ("rows", _COUNT),
@@ -286,6 +330,10 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c'
     ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
+    (
+        "select_columns",
+        [ctypes.POINTER(_Step), ctypes.POINTER(_Layer)] + [_POINTER] * 2 + [_COUNT, _POINTER],
+    ),
     ("delta_rule", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer)] + [_POINTER] * 3),
     ("route", [ctypes.POINTER(_Experts)] + [_POINTER] * 2 + [_COUNT] + [_POINTER] * 2),
     ("sort_rows", [ctypes.POINTER(_Experts), _POINTER, _COUNT] + [_POINTER] * 2),
@@ -402,7 +450,12 @@ def release_threads() -> None:
 
 
 class Operations:
-    """Layers, and the operations on one batch."""
+    """Layers, and the operations on one batch.
+
+    Attributes:
+        selection: columns that queries may see, as bits int64 [N, columns / 64], chosen by the last
+            layer with an indexer; None: all. A layer without one has that of the layer before.
+    """
 
     def __init__(
         self,
@@ -434,6 +487,8 @@ class Operations:
         self._rounds = rounds
         self._slopes = _slopes(heads)  # C has its address
         self._rooms: dict[str, Tensor] = {}
+        self._indexer = next((block.indexer.sizes for block in blocks if block.indexer), None)
+        self.selection: Tensor | None = None
         # Room for the parts of a layer, which decode.c's `run` writes; there are no widths where
         # Python calls the operations one by one.
         self._widths: tuple[int, ...] = ()
@@ -508,6 +563,43 @@ class Operations:
             for block, place in zip(self._blocks, self._places, strict=True)
         ]
         self._structures = (_Layer * len(structures))(*structures)
+        if self._indexer is not None and cache.index is not None:
+            self._begin_index(self._indexer, cache.index)
+
+    def _begin_index(self, sizes: Indexer, cache: KVCache) -> None:
+        """Take the cache of an indexer's keys.
+
+        Its heads are those of an attention whose keys are its values (`latent`), of which decode.c
+        computes all but the sums.
+        """
+        self._index_step = _Step(
+            block=cache.capacity,
+            query_heads=sizes.heads,
+            kv_heads=1,
+            head_dim=sizes.head_dim,
+            kind=tuple(KINDS).index(cache.kind),
+            latent=sizes.head_dim,
+            centered=True,
+            scale=1.0,
+            eps=sizes.eps,
+        )
+        self._index_layers: list[_Layer | None] = []
+        for block, place in zip(self._blocks, self._places, strict=True):
+            if block.indexer is None or block.rope is None:
+                self._index_layers.append(None)
+                continue
+            keys, _, key_scales, *_ = map(native.address, cache.of(place))
+            cos, sin = self._rotary_tables[block.rope]
+            self._index_layers.append(
+                _Layer(
+                    keys=keys,
+                    key_scales=key_scales,
+                    cos=native.address(cos),
+                    sin=native.address(sin),
+                    k_norm=_norm(block.indexer.key_norm),
+                    rotary_dim=cos.shape[1],
+                )
+            )
 
     def step(self, count: int) -> None:
         """Expect `count` new columns of every sequence of the cache, from the cache's length on."""
@@ -543,9 +635,13 @@ class Operations:
                 its own number.
         """
         slots = torch.arange(len(start)) if slots is None else slots
-        step, group = self._step, self._heads.num_heads // self._heads.num_kv_heads
-        counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
-        tiles = torch.tensor([*accumulate(counts, initial=0)])
+        step, firsts = self._step, first.tolist()
+
+        def tile_counts(group: int) -> Iterator[int]:
+            return (-(-(end - begin) * group // _TILE) for begin, end in pairwise(firsts))
+
+        group = self._heads.num_heads // self._heads.num_kv_heads
+        tiles = torch.tensor([*accumulate(tile_counts(group), initial=0)])
         self._rows = (padding, first, start, table, tiles, slots)  # C has their addresses
         step.padding = native.address(padding)
         step.first = native.address(first)
@@ -554,6 +650,12 @@ class Operations:
         step.tiles = native.address(tiles)
         step.slots = native.address(slots)
         step.rows, step.width = table.shape
+        if self._indexer is not None:
+            index, heads = self._index_step, self._indexer.heads
+            self._index_tiles = torch.tensor([*accumulate(tile_counts(heads), initial=0)])
+            for name in ("padding", "first", "start", "table", "rows", "width"):
+                setattr(index, name, getattr(step, name))
+            index.tiles = native.address(self._index_tiles)
 
     def run(self, x: Tensor) -> Tensor | None:
         """Run the layers on x [N, H], which is changed.
@@ -578,6 +680,10 @@ class Operations:
             norm = self._first_norm(x, delta, after, block.attention_norm)
             if block.delta_net is not None:
                 delta = output(self.delta_rule(qkv(norm), block.delta_net.scores(norm), index))
+            elif block.indexer is not None:
+                inputs = block.indexer(norm)
+                self.select(inputs, index)
+                delta = output(self.attend(inputs.attention, index))
             else:
                 delta = output(self.attend(qkv(norm), index))
             norm = self.add_norm(
@@ -658,11 +764,37 @@ class Operations:
             [N, num_heads * head_dim], or a latent for each head.
         """
         heads, structure = self._heads, self._structures[layer]
+        self._step.selected = native.address(self.selection)
+        self._step.words = 0 if self.selection is None else self.selection.shape[1]
         self._library.rope_store(self._step, structure, qkv.data_ptr())
         width = heads.num_heads * (heads.latent or heads.head_dim)
         out = self._room("attention", qkv.shape[0], width)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
+
+    def select(self, inputs: IndexInputs, layer: int) -> None:
+        """Write a layer's keys of the index to the cache, and choose what its queries see.
+
+        Args:
+            inputs: what its indexer made of hidden states; the index's queries are changed.
+            layer: index of the layer.
+        """
+        step, structure, sizes = self._index_step, self._index_layers[layer], self._indexer
+        assert structure is not None and sizes is not None  # it is such a layer
+        padding, first, start, *_ = self._rows
+        index, ends = inputs.index, start + first.diff()
+        self._library.rope_store(step, structure, index.data_ptr())
+        self.selection = None
+        if not len(index) or int((ends - padding).max()) <= sizes.chosen:
+            return
+        words = -(-int(ends.max()) // _WORD)
+        self.selection = torch.empty(len(index), words, dtype=torch.int64)
+        step.words = words
+        pointers = (index.data_ptr(), inputs.weights.data_ptr())
+        if self._library.select_columns(
+            step, structure, *pointers, sizes.chosen, self.selection.data_ptr()
+        ):
+            raise MemoryError(f"scores of {int(ends.max())} positions")
 
     def delta_rule(self, x: Tensor, scores: Tensor, layer: int) -> Tensor:
         """What a gated delta net makes of new columns, by which its states change.

@@ -50,7 +50,9 @@ def projection(
     if quantized == {False}:
         return _plain(artifact, names, pack, order)
     blocks = order is not None and any(
-        artifact.linears[name].scheme.weights.granularity == "per_block" for name in names
+        artifact.linears[name].scheme.weights.granularity == "per_block"
+        for name in names
+        if name in artifact.linears
     )
     product = (
         _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None

@@ -353,6 +353,10 @@ def _taken_apart(artifact: Artifact, world: int, *, rank: int) -> tuple[Artifact
             f"{world} ranks share attention, not the gated delta nets of {kind}",
             "leave --ranks out",
         )
+    if blueprint.indexer is not None:
+        raise UnsupportedError(
+            f"{world} ranks share attention, not the indexer of {kind}", "leave --ranks out"
+        )
     if artifact.linears and artifact.layout is not compressed_tensors:
         cause = (
             f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's "

@@ -59,7 +59,10 @@ def configurations(family):
     }
     if FAMILIES[family].latent is not None:
         sizes |= LATENT
-        yield theirs(**sizes, q_lora_rank=None), {}
+        if FAMILIES[family].indexer is None:  # which reads compressed queries
+            yield theirs(**sizes, q_lora_rank=None), {}
+        elif "indexer_types" in has:
+            yield theirs(**sizes, indexer_types=["full", "shared", "full"]), {}
     if FAMILIES[family].delta is not None:
         sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}

@@ -500,6 +500,31 @@ FAMILIES |= {
 }
 
 
+# released configurations of DeepSeek V3.2 and GLM-5, made small: a query sees 5 positions
+INDEX = {"index_topk": 5, "index_n_heads": 12, "index_head_dim": 32}
+SELECTIVE = {
+    "deepseek_v32": CONFIG_MAPPING["deepseek_v32"](
+        **LATENT,
+        **INDEX,
+        **rope("yarn", **STRETCHED, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1),
+        n_group=4,
+        topk_group=2,
+        architectures=["DeepseekV32ForCausalLM"],
+    ),
+    "glm_moe_dsa": CONFIG_MAPPING["glm_moe_dsa"](
+        **LATENT, **PAD, **INDEX, architectures=["GlmMoeDsaForCausalLM"]
+    ),
+    "glm_moe_dsa, layers that share a choice": CONFIG_MAPPING["glm_moe_dsa"](
+        **LATENT | {"num_hidden_layers": 5, "attention_bias": True},
+        **PAD,
+        **INDEX,
+        indexer_types=["full", "shared", "full", "shared", "shared"],
+        mlp_layer_types=["sparse", "dense", "dense", "sparse", "dense"],
+        architectures=["GlmMoeDsaForCausalLM"],
+    ),
+}
+FAMILIES |= SELECTIVE
+
 # released configurations of Qwen3-Next-80B-A3B and Qwen3.5 27B and 35B-A3B, made small
 DELTA = {
     **SIZES,
@@ -1054,6 +1079,7 @@ def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
         "falcon, groups and two norms, as 40b",
         "falcon, alibi over one kv head",
         "codegen",
+        "glm_moe_dsa, layers that share a choice",
     ],
 )
 def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
@@ -1091,6 +1117,8 @@ def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
         "gpt_oss, sinks and a gate that is clamped",
         "dbrx, clipped",
         "llama4, queries that grow",
+        "deepseek_v32",
+        "glm_moe_dsa, layers that share a choice",
     ],
 )
 def test_a_sequence_of_a_mixture_has_the_same_bits_alone_and_beside_others(

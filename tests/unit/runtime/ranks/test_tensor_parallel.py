@@ -224,7 +224,7 @@ def test_logits_of_mixtures_and_of_learned_positions_have_the_bits_of_one_proces
 STATES = [
     family
     for family, config in LEAN_FAMILIES.items()
-    if "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if {"linear_attention", "indexed_attention"} & {*(getattr(config, "layer_types", None) or ())}
 ]
 
 
@@ -302,9 +302,11 @@ def test_a_rank_reads_its_rows_of_every_expert(
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_models_with_states_are_refused_by_name(family, tmp_path, make_artifact):
+def test_models_with_states_or_an_indexer_are_refused_by_name(family, tmp_path, make_artifact):
     make_artifact(tmp_path, LEAN_FAMILIES[family], PRESETS["FP8_DYNAMIC"])
-    with pytest.raises(UnsupportedError, match=r"^2 ranks share attention, not the gated delta"):
+    with pytest.raises(
+        UnsupportedError, match=r"^2 ranks share attention, not the (gated|indexer)"
+    ):
         spans_of(open_folder(tmp_path, backend="auto", dtype=torch.float32), 2)
 
 
