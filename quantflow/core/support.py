@@ -43,7 +43,6 @@ class Supports:
             scales that follow a rule.
         block_scales: weights of a llama.cpp type whose scales depend on each other, or that has
             minima.
-        codebooks: weights of a llama.cpp type whose neighbours are entries of a codebook.
         quantized_inputs: schemes that quantize inputs as well as weights.
         rotations: transforms that rotate the whole model.
         mixed_inputs: inputs that a Hadamard rotation mixes while the model runs.
@@ -60,7 +59,6 @@ class Supports:
     float4: Refusal | None = None
     shared_scale: Refusal | None = None
     block_scales: Refusal | None = None
-    codebooks: Refusal | None = None
     quantized_inputs: Refusal | None = None
     rotations: Refusal | None = None
     mixed_inputs: Refusal | None = None
@@ -83,8 +81,6 @@ class Supports:
             return RULED_SCALES
         if weights.block is not None and weights.block.dependent and self.block_scales is not None:
             return self.block_scales
-        if weights.block is not None and weights.block.codebook is not None and self.codebooks:
-            return self.codebooks
         return self.quantized_inputs if scheme.input is not None else None
 
 

@@ -24,6 +24,9 @@ Two steps:
 
 Values of e2m1 are represented by integers, in halves (quantflow/algorithms/yaqa/points.py).
 
+Neighbours that are one entry of a codebook are rounded by GPTQ first, whose feedback is over
+columns alone. In the descent a move takes another entry (quantflow/algorithms/yaqa/units.py).
+
 Both use damped G and H. G is measured in blocks of at most 2048 outputs
 (quantflow/numerics/output_blocks.py). Between blocks it is zero, so their rows are rounded by
 themselves, and each block of each linear is a unit that workers run. Sources: Tseng, Sun, De Sa
@@ -47,6 +50,7 @@ from quantflow.algorithms.yaqa.descent import (
     of_rows,
     rescaled,
 )
+from quantflow.core import codebooks
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
@@ -55,7 +59,15 @@ from quantflow.core.support import SHARED_SCALE, Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 from quantflow.numerics import output_blocks, output_errors
 from quantflow.numerics.cholesky import mirror_
-from quantflow.numerics.feedback import DAMPINGS, feedback_of
+from quantflow.numerics.feedback import (
+    DAMPINGS,
+    Feedback,
+    feedback_of,
+    gathered,
+    order_of_units,
+    per_row,
+    round_units_,
+)
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
 from quantflow.numerics.statistics import COUNT
 from quantflow.observers.gradient import GRADIENT_SUM
@@ -70,10 +82,6 @@ ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
     float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,
-    codebooks=Refusal(
-        why=", whose neighbours are entries of a codebook; it moves weights one at a time",
-        remedy="use {others}",
-    ),
     rotations=Refusal(
         remedy="gradients are those by the outputs as they are: leave it out, or use gptq"
     ),
@@ -174,11 +182,18 @@ def quantize_group(
     )
     size = points.unit(scheme.weights)
     in_points = {name: replace(grid, scale=grid.scale / size) for name, grid in grids.items()}
+    kind = scheme.weights.block
+    unit_size = codebooks.unit(kind) if kind is not None and kind.codebook is not None else None
     columns = feedback_of(
-        hessian_sum, name=next(iter(weights)), statistic=HESSIAN_SUM.name, workers=workers
+        hessian_sum,
+        name=next(iter(weights)),
+        statistic=HESSIAN_SUM.name,
+        order=None if unit_size is None else order_of_units(hessian_sum.diagonal(), unit_size),
+        workers=workers,
     )
-    # the factor's lower half goes above the diagonal too, where `round_rows` reads it
-    mirror_(columns.lower.T)
+    if unit_size is None:
+        # the factor's lower half goes above the diagonal too, where `round_rows` reads it
+        mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
     def unit(part: tuple[str, slice]) -> _SolvedBlock:
@@ -201,14 +216,17 @@ def quantize_group(
             outputs=Side(matrix=sums, damping=rows.damping),
             inputs=inputs,
         )
-        first = wavefront.round_rows(
-            problem.weight,
-            problem.grid,
-            scheme=problem.scheme,
-            rows=rows,
-            parts=parts,
-            columns=columns,
-        )
+        if unit_size is not None:
+            first = _rounded_in_units(problem, columns)
+        else:
+            first = wavefront.round_rows(
+                problem.weight,
+                problem.grid,
+                scheme=problem.scheme,
+                rows=rows,
+                parts=parts,
+                columns=columns,
+            )
         return _descend_block(problem, first, damping=rows.share)
 
     units = [
@@ -233,6 +251,13 @@ def quantize_group(
         name: replace(result, decisions={**result.decisions, **errors[name]})
         for name, result in joined.items()
     }
+
+
+def _rounded_in_units(problem: Problem, columns: Feedback) -> Tensor:
+    """The qvalues [O, I] int8 of a block whose neighbours are entries of a codebook, by GPTQ."""
+    work = gathered([problem.weight], order=columns.order)
+    scales, _ = per_row([(problem.grid, slice(0, len(problem.weight)))])
+    return round_units_(work, scales, scheme=problem.scheme, feedback=columns).T.contiguous()
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantflow.algorithms.yaqa import units
 from quantflow.algorithms.yaqa.points import nearest_, unit
 from quantflow.core import affine, groups
 from quantflow.core.scheme import TensorScheme
@@ -221,6 +222,8 @@ def _gradient(problem: Problem, rows: Tensor, errors: Tensor) -> tuple[Tensor, T
 def descend_(problem: Problem, qvalue: Tensor) -> None:
     """Move weights by steps while that lowers the loss: each block of rows once, column by column.
 
+    Neighbours that are one entry of a codebook move together (quantflow/algorithms/yaqa/units.py).
+
     Args:
         problem: weight and the grid of `qvalue`.
         qvalue: [O, I] int8, modified.
@@ -232,15 +235,27 @@ def descend_(problem: Problem, qvalue: Tensor) -> None:
         scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])
         now = qvalue[rows].T.float().contiguous()  # [I, R]
         curves = (problem.inputs.matrix.diagonal() + problem.inputs.damping).tolist()
-        change = _moves_(
-            now,
-            gradient,
-            scales=scales,
-            coupling=coupling,
-            matrix=problem.inputs.matrix,
-            curves=curves,
-            scheme=problem.scheme,
-        )
+        kind = problem.scheme.block
+        if kind is not None and kind.codebook is not None:
+            change = units.moves_(
+                now,
+                gradient,
+                scales=scales,
+                coupling=coupling,
+                matrix=problem.inputs.matrix,
+                curves=curves,
+                kind=kind,
+            )
+        else:
+            change = _moves_(
+                now,
+                gradient,
+                scales=scales,
+                coupling=coupling,
+                matrix=problem.inputs.matrix,
+                curves=curves,
+                scheme=problem.scheme,
+            )
         qvalue[rows] = now.T.to(torch.int8)
         errors[rows] -= change.T
 
