@@ -214,6 +214,9 @@ class Delta:
         key_heads, value_heads: heads of queries and of keys; of values, a multiple of those.
         key_dim, value_dim: features of a head of queries and keys, and of a head of values.
         kernel: tokens that the convolution sees, the present one included.
+        lightning: it is lightning attention; see `quantflow.runtime.delta_net`.
+        layers: number of layers of the model, on which the rates of lightning attention depend.
+        eps: epsilon of lightning attention's norm.
     """
 
     names: DeltaNames
@@ -222,11 +225,31 @@ class Delta:
     key_dim: int
     value_dim: int
     kernel: int
+    lightning: bool = False
+    layers: int = 0
+    eps: float = 1e-6  # transformers' module has it whatever rms_norm_eps says
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        return "lightning attention" if self.lightning else "a gated delta net"
 
     @property
     def channels(self) -> int:
         """Features that go through the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Factors of the hidden state and of what a branch adds to it, in a layer.
+
+    Attributes:
+        attention, mlp: those of either branch, (of the hidden state, of what is added).
+    """
+
+    attention: tuple[float, float]
+    mlp: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +265,7 @@ class Form:
             was added to.
         post: a norm is of the hidden state after a branch was added, and takes its place: the MLP's
             first norm after attention, its second one after the MLP.
+        replaced: the norm of what a branch reads takes the place of the hidden state.
         centered: norms subtract the mean first (LayerNorm).
         residual: factor of what attention and MLP add.
     """
@@ -252,6 +276,7 @@ class Form:
     limit: float = math.inf
     parallel: bool = False
     post: bool = False
+    replaced: bool = False
     centered: bool = False
     residual: float = 1.0
 
@@ -312,6 +337,7 @@ class Blueprint:
         indexer: the indexer of sparse attention; None: a query sees all positions before it.
         delta: the gated delta net of some layers; None: all layers have attention.
         linear: for each layer, whether the gated delta net stands in the place of attention.
+        shares: factors of each layer's sums; empty: `Form.residual` alone.
         fused: how the rows of one linear of queries, keys and values lie; the number of blocks
             is there.
         repeated_cache: transformers' cache has a kv head once for each query head that it serves
@@ -343,6 +369,7 @@ class Blueprint:
     indexer: Indexer | None = None
     delta: Delta | None = None
     linear: tuple[bool, ...] = ()
+    shares: tuple[Shares, ...] = ()
     fused: FusedRows = FusedRows()
     repeated_cache: bool = False
     rotary_pairs: bool = False
@@ -654,7 +681,8 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
     ropes, rope_of_layer = _ropes(
         design, keys, head_dim if latent is None else latent.rotated, windows
     )
-    linear = () if delta is None else _linear_layers(keys, layers)
+    linear = () if delta is None else _linear_layers(keys, layers, lightning=delta.lightning)
+    shares = tuple(_shares(keys, is_linear=each) for each in linear if design.replaced_norms)
     if linear:
         rope_of_layer = tuple(
             None if is_linear else at for is_linear, at in zip(linear, rope_of_layer, strict=True)
@@ -712,7 +740,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
             slopes=_slopes(num_heads) if keys.flag(design.alibi) else (),
             rounded_alibi=design.rounded_alibi,
         ),
-        form=replace(form, residual=residual_scale),
+        form=replace(form, residual=residual_scale, replaced=design.replaced_norms),
         windows=tuple(windows),
         chunks=_chunks(keys, layers) if design.chunked else (),
         temperature=_temperature(keys) if design.tempered else None,
@@ -726,6 +754,7 @@ def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
         indexer=None if row.indexer is None else _indexer(row.indexer, design, keys, layers),
         delta=delta,
         linear=linear,
+        shares=shares,
         fused=_fused(row.fused, num_heads, num_kv_heads),
         repeated_cache=design.kv_heads is KvHeads.BY_GENERATION
         and num_kv_heads not in (1, num_heads),
@@ -890,8 +919,22 @@ def _delta(names: DeltaNames, keys: Keys) -> Delta:
     """The sizes of a gated delta net."""
     if keys.get("hidden_act") not in ("silu", "swish"):
         raise UnsupportedDesign(
-            f"it knows the convolution of a gated delta net with silu, not with "
+            f"it knows linear attention, as a gated delta net has it, with silu, not with "
             f"{keys.get('hidden_act')!r}"
+        )
+    if names.lightning:
+        heads = keys.count("num_attention_heads")
+        told = keys.get("head_dim") is not None
+        dim = keys.count("head_dim") if told else keys.count("hidden_size") // heads
+        return Delta(
+            names=names,
+            key_heads=heads,
+            value_heads=heads,
+            key_dim=dim,
+            value_dim=dim,
+            kernel=1,
+            lightning=True,
+            layers=keys.count("num_hidden_layers"),
         )
     key_heads, value_heads = (keys.count(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if value_heads % key_heads:
@@ -909,16 +952,29 @@ def _delta(names: DeltaNames, keys: Keys) -> Delta:
     )
 
 
-def _linear_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
+def _linear_layers(keys: Keys, layers: int, *, lightning: bool) -> tuple[bool, ...]:
     """For each layer, whether it has a gated delta net in the place of attention."""
-    step = keys.count("full_attention_interval")
-    default = [_FULL if (index + 1) % step == 0 else _LINEAR for index in range(layers)]
+    if lightning:
+        default = [_LINEAR if index % 2 else _FULL for index in range(layers)]
+    else:
+        step = keys.count("full_attention_interval")
+        default = [_FULL if (index + 1) % step == 0 else _LINEAR for index in range(layers)]
     layer_types = keys.of_layers("layer_types", layers) or default
     if unknown := sorted({str(each) for each in layer_types} - {_LINEAR, _FULL}):
         raise UnsupportedDesign(f"layer_types of config.json has {unknown[0]!r}")
     if _FULL not in layer_types:
         raise UnsupportedDesign("layer_types of config.json has no layer with attention")
     return tuple(layer_type == _LINEAR for layer_type in layer_types)
+
+
+def _shares(keys: Keys, *, is_linear: bool) -> Shares:
+    """The factors of a layer's sums."""
+
+    def pair(branch: str) -> tuple[float, float]:
+        return keys.number(f"{branch}_alpha_factor"), keys.number(f"{branch}_beta_factor")
+
+    both = {each: pair(each) for each in ("full_attn", "linear_attn", "mlp")}  # all keys are read
+    return Shares(attention=both["linear_attn" if is_linear else "full_attn"], mlp=both["mlp"])
 
 
 def _form(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Form:

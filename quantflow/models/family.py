@@ -177,6 +177,10 @@ class DeltaNames:
         rate, shift: a number for each value head of how fast the state fades (tensors of their own,
             with no `.weight`).
         by_head: rows of the one linear come key head by key head, as Qwen3-Next has them.
+        lightning: it is lightning attention, without convolution, scores and shift. The first of
+            `inputs` has a head's query, key and value together, the second its gates; `rate` is a
+            buffer that follows from the layer's number, as do those of `buffers`.
+        buffers: those that transformers' module keeps beside.
     """
 
     inputs: tuple[str, ...]
@@ -187,6 +191,8 @@ class DeltaNames:
     norm: str = "linear_attn.norm"
     output: str = "linear_attn.out_proj"
     by_head: bool = False
+    lightning: bool = False
+    buffers: tuple[str, ...] = ()
 
 
 class Windows(Enum):
@@ -323,6 +329,9 @@ class DecoderDesign:
         scaled_embedding: a token's embedding is multiplied by hidden_size^0.5.
         parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
             it.
+        replaced_norms: the norm of what a branch reads takes the place of the hidden state, to
+            which the branch is added; keys have factors of the two (full_attn_alpha_factor and
+            others).
         twin_norms: norms before attention and before the MLP where there are two beside each other.
             The keys new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn say whether
             a layer has these, one norm for both, or one branch after the other (Falcon); None:
@@ -392,6 +401,7 @@ class DecoderDesign:
     multipliers: bool = False
     scaled_embedding: bool = False
     parallel_residual: bool | str = False
+    replaced_norms: bool = False
     twin_norms: tuple[str, str] | None = None
     norm_before_key: str | None = None
     no_last_norm_key: str | None = None
@@ -1123,6 +1133,53 @@ FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
                     scaled_experts=True,
                     partial_rope=True,
                     qk_norm_key="use_qk_norm",
+                    output_bias=False,
+                ),
+            ),
+            # MiniMax-Text-01 and M1 as transformers writes them: lightning attention between layers
+            # of softmax attention.
+            FamilyRow(
+                model_type="minimax",
+                architecture="MiniMaxForCausalLM",
+                mixture=_MIXTRAL,
+                delta=DeltaNames(
+                    inputs=("self_attn.qkv_proj", "self_attn.output_gate"),
+                    scores=(),
+                    rate="self_attn.slope_rate",
+                    norm="self_attn.norm",
+                    output="self_attn.out_proj",
+                    lightning=True,
+                    buffers=(
+                        "self_attn.query_decay",
+                        "self_attn.key_decay",
+                        "self_attn.diagonal_decay",
+                    ),
+                ),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 1000000.0,
+                        "num_key_value_heads": 8,
+                        "num_local_experts": 8,
+                        "num_experts_per_tok": 2,
+                        "block_size": 256,
+                        "full_attn_alpha_factor": 1,
+                        "full_attn_beta_factor": 1,
+                        "linear_attn_alpha_factor": 1,
+                        "linear_attn_beta_factor": 1,
+                        "mlp_alpha_factor": 1,
+                        "mlp_beta_factor": 1,
+                    },
+                    supported_values={"sliding_window": None},
+                    # of training; and of how transformers' module puts columns together
+                    ignored_keys=frozenset({"router_jitter_noise", "block_size"}),
+                    normalized_experts=True,
+                    expert_size_key="intermediate_size",
+                    sparse_layers=SparseLayers.ALL_LAYERS,
+                    replaced_norms=True,
+                    qkv_bias=False,
                     output_bias=False,
                 ),
             ),

@@ -120,7 +120,7 @@ class ListedTensors:
             for leaf in (("weight", "bias") if row.centered and design.norm_bias else ("weight",))
         }
         embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
-        others = dict(_others(blueprint))
+        others = dict(_others(blueprint, keys))
         if names.positions is not None:
             rows = keys.count("max_position_embeddings") + blueprint.position_offset
             others[f"{names.positions}.weight"] = (rows, keys.count("hidden_size"))
@@ -332,6 +332,8 @@ def _of_delta(
         (names.inputs, (delta.channels, values)),
         (names.scores, (delta.value_heads, delta.value_heads)),
     ):
+        if not linears:
+            continue
         of_names = rows if len(linears) > 1 else (sum(rows),)
         for name, count in zip(linears, of_names, strict=True):
             yield f"{prefix}.{name}", (count, hidden), False
@@ -372,12 +374,19 @@ def _routers(blueprint: Blueprint) -> Iterator[str]:
             yield f"{block}.{blueprint.mixture.routers[0]}"
 
 
-def _others(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
+def _others(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, Shape]]:
     """Every tensor that belongs to no linear and no norm, and its shape."""
     names, mixture = blueprint.names, blueprint.mixture
     for index, sparse in enumerate(blueprint.sparse):
         prefix, delta = f"{names.layers}.{index}", blueprint.delta
-        if delta is not None and blueprint.is_linear(index):
+        if delta is not None and delta.lightning and blueprint.is_linear(index):
+            heads, size = delta.value_heads, keys.count("block_size")
+            yield f"{prefix}.{delta.names.norm}.weight", (heads * delta.value_dim,)
+            yield f"{prefix}.{delta.names.rate}", (heads, 1, 1)
+            shapes: tuple[Shape, ...] = ((heads, size, 1), (heads, size, 1), (1, heads, size, size))
+            for name, shape in zip(delta.names.buffers, shapes, strict=True):
+                yield f"{prefix}.{name}", shape
+        elif delta is not None and blueprint.is_linear(index):
             yield f"{prefix}.{delta.names.convolution}.weight", (delta.channels, 1, delta.kernel)
             yield f"{prefix}.{delta.names.rate}", (delta.value_heads,)
             yield f"{prefix}.{delta.names.shift}", (delta.value_heads,)

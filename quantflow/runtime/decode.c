@@ -23,6 +23,8 @@
  * may see by the scores of an index, which has heads and keys of its own. Columns that are not chosen
  * have scores of -inf: they are read, where one of their neighbours is chosen, and add nothing.
  *
+ * Lightning attention (Qin et al. 2024, arXiv:2401.04658) keeps states too, by a simpler rule.
+ *
  * A gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464) stands in the place of
  * attention in some layers. It keeps no columns: each sequence has a state of one size, which every
  * column changes in turn. So what it gives does not depend on how columns are put into steps.
@@ -124,6 +126,10 @@ typedef struct {
     float *inputs; /* [slots, kernel - 1, channels] last inputs of each sequence's convolution */
     float *states; /* [slots, value_heads, key_dim, value_dim] */
     int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+    /* Lightning attention: no convolution, no scores, a head's state fades by exp(-rate) a column,
+     * and `norm` is of all heads at once, [value_heads * value_dim], with the epsilon `eps`. */
+    int64_t lightning;
+    float eps;
 } DeltaNet;
 
 /* A layer; a pointer is NULL where the layer has no such thing. operations.py has the same fields
@@ -378,30 +384,32 @@ typedef struct {
     float *x, *delta, *out;
     Norm after, before;
     int64_t width, centered, late;
-    float eps, residual;
+    float eps, residual, kept;
 } AddNorm;
 
 static void add_norm_of_row(const void *context, int64_t row) {
     const AddNorm *t = context;
     float *at = t->x + row * t->width, *to = t->out + row * t->width;
     float *add = t->delta ? t->delta + row * t->width : NULL;
-    const float residual = t->residual;
+    const float residual = t->residual, kept = t->kept;
     if (t->late) apply_norm(t->before, at, to, t->width, t->eps, t->centered);
     if (add) {
         apply_norm(t->after, add, add, t->width, t->eps, t->centered);
+        for (int64_t i = 0; kept != 1 && i < t->width; i++) at[i] *= kept;
 #pragma omp simd
         for (int64_t i = 0; i < t->width; i++) at[i] += residual * add[i];
     }
     if (!t->late) apply_norm(t->before, at, to, t->width, t->eps, t->centered);
 }
 
-/* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it
- * was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. out may
+/* x = kept * x + residual * after(delta), where there is a delta; out = before(x), with `late` of x
+ * as it was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. out may
  * be x without `late`. */
 void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows,
-              int64_t width, float eps, int64_t centered, float residual, int64_t late) {
+              int64_t width, float eps, int64_t centered, float residual, int64_t late,
+              float kept) {
     CHECK(x && out && rows >= 0 && width > 0 && !(late && out == x));
-    AddNorm context = {x, delta, out, after, before, width, centered, late, eps, residual};
+    AddNorm context = {x, delta, out, after, before, width, centered, late, eps, residual, kept};
     share(add_norm_of_row, &context, rows, rows * width, WORTH_A_THREAD);
 }
 
@@ -1908,12 +1916,82 @@ static void delta_unit(const void *context, int64_t unit) {
     }
 }
 
-/* A gated delta net on the new columns, whose states change.  x: [columns, channels and output
+/* Lightning attention on W registers of values of a head, over the columns of a sequence:
+ *
+ *     S <- exp(-rate) S + k v';    out = S'q
+ *
+ * x has queries, keys and values behind silu. */
+INLINE void lightning_tile(const DeltaStep *t, const Columns *c, int64_t head, int64_t from,
+                           const int W) {
+    const DeltaNet *d = t->d;
+    const int64_t dim = d->value_dim, keys = d->key_dim, channels = channels_of(d);
+    const int64_t width = channels + d->value_heads * dim, all = d->key_heads * keys;
+    const float decay = expf(-d->rate[head]);
+    float *state = d->states + (c->slot * d->value_heads + head) * keys * dim + from;
+    for (int64_t column = c->first + c->skip; column < c->first + c->count; column++) {
+        const float *x = t->x + column * width;
+        const float *q = x + head * keys, *k = q + all, *v = x + 2 * all + head * dim + from;
+        vf value[4], out[4];
+        for (int w = 0; w < W; w++) value[w] = *(const vf *)(v + w * LANES), out[w] = (vf){0};
+        for (int64_t i = 0; i < keys; i++) {
+            const vf key = splat(k[i]), query = splat(q[i]);
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++) {
+                vf *own = (vf *)(state + i * dim + w * LANES);
+                *own = multiply_add(*own * decay, key, value[w]);
+                out[w] = multiply_add(out[w], query, *own);
+            }
+        }
+        for (int w = 0; w < W; w++)
+            *(vf *)(t->out + (column * d->value_heads + head) * dim + from + w * LANES) = out[w];
+    }
+}
+
+/* The activation of a column's queries, keys and values. */
+static void lightning_activate(const void *context, int64_t column) {
+    const DeltaStep *t = context;
+    const int64_t channels = channels_of(t->d), outs = t->d->value_heads * t->d->value_dim;
+    float *x = t->x + column * (channels + outs);
+    for (int64_t i = 0; i < channels; i += LANES) *(vf *)(x + i) = activate(*(vf *)(x + i), SILU);
+}
+
+/* Lightning attention of a head over the columns of a sequence. */
+static void lightning_unit(const void *context, int64_t unit) {
+    const DeltaStep *t = context;
+    const DeltaNet *d = t->d;
+    const int64_t head = unit % d->value_heads, dim = d->value_dim, outs = d->value_heads * dim;
+    const Columns c = columns_of(t->s, unit / d->value_heads);
+    for (int64_t column = 0; column < c.skip; column++)
+        memset(t->out + (c.first + column) * outs + head * dim, 0, sizeof *t->out * (size_t)dim);
+    if (c.skip == c.count) return;
+    if (c.fresh)
+        memset(d->states + (c.slot * d->value_heads + head) * d->key_dim * dim, 0,
+               sizeof *d->states * (size_t)(d->key_dim * dim));
+    int64_t from = 0;
+    for (; from + 4 * LANES <= dim; from += 4 * LANES) lightning_tile(t, &c, head, from, 4);
+    for (; from < dim; from += LANES) lightning_tile(t, &c, head, from, 1);
+}
+
+/* The norm of all heads of a column, times the sigmoid of their gates. */
+static void lightning_gate(const void *context, int64_t column) {
+    const DeltaStep *t = context;
+    const DeltaNet *d = t->d;
+    const int64_t channels = channels_of(d), outs = d->value_heads * d->value_dim;
+    const float *gate = t->x + column * (channels + outs) + channels;
+    float *out = t->out + column * outs;
+    normalize(out, d->norm, out, outs, d->eps);
+    for (int64_t i = 0; i < outs; i += LANES)
+        *(vf *)(out + i) /= 1.0f + exponentials(-*(const vf *)(gate + i));
+}
+
+/* A gated delta net on the new columns, whose states change; or lightning attention.  x: [columns, channels and output
  * gates], changed; scores: [columns, 2 value_heads]; out: [columns, value_heads * value_dim] */
 void delta_rule(const Step *s, const Layer *l, float *x, const float *scores, float *out) {
     const DeltaNet *d = l->delta_net;
-    CHECK(d && x && scores && out && s->slots && s->padding && s->first && s->start);
-    CHECK(d->convolution && d->rate && d->shift && d->norm && d->states);
+    CHECK(d && x && out && s->slots && s->padding && s->first && s->start);
+    CHECK(d->rate && d->norm && d->states);
+    CHECK(d->lightning ? d->kernel == 1 && d->key_heads == d->value_heads
+                       : scores && d->convolution && d->shift);
     CHECK(d->kernel == 1 || d->inputs);
     CHECK(d->key_heads > 0 && d->value_heads > 0 && d->value_heads % d->key_heads == 0);
     CHECK(d->key_dim > 0 && d->key_dim <= MAX_HEAD_DIM && d->key_dim % LANES == 0);
@@ -1923,6 +2001,14 @@ void delta_rule(const Step *s, const Layer *l, float *x, const float *scores, fl
         CHECK(s->first[row + 1] > s->first[row] && s->slots[row] >= 0 && s->start[row] >= 0);
     DeltaStep context = {s, d, x, scores, out};
     const int64_t heads = 2 * d->key_heads + d->value_heads, columns = s->first[s->rows];
+    if (d->lightning) {
+        const int64_t outs = d->value_heads * d->value_dim;
+        share(lightning_activate, &context, columns, columns * channels_of(d), WORTH_A_THREAD);
+        share(lightning_unit, &context, s->rows * d->value_heads, columns * outs * d->key_dim * 2,
+              PRODUCTS_WORTH_A_THREAD);
+        share(lightning_gate, &context, columns, columns * outs, WORTH_A_THREAD);
+        return;
+    }
     share(convolve_unit, &context, s->rows * heads, columns * channels_of(d) * d->kernel,
           WORTH_A_THREAD);
     share(delta_unit, &context, s->rows * d->value_heads,
@@ -1980,7 +2066,7 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
     failed |= l->PRODUCT.call(l->PRODUCT.weight, in_order(&l->PRODUCT, X, n, ordered), n, \
                               l->PRODUCT.bias, Y, 0)
 #define ADD_NORM(DELTA, AFTER, BEFORE, LATE) \
-    add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE)
+    add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE, 1.0f)
     CHECK(!(s->post && s->parallel));
     if (s->post) norm = x;
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
@@ -2038,7 +2124,7 @@ const struct field *structure_fields(void) {
         FIELD(DeltaNet, shift), FIELD(DeltaNet, norm), FIELD(DeltaNet, inputs),
         FIELD(DeltaNet, states), FIELD(DeltaNet, key_heads), FIELD(DeltaNet, value_heads),
         FIELD(DeltaNet, key_dim), FIELD(DeltaNet, value_dim), FIELD(DeltaNet, kernel),
-        END(DeltaNet),
+        FIELD(DeltaNet, lightning), FIELD(DeltaNet, eps), END(DeltaNet),
         FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales),
         FIELD(Layer, value_scales), FIELD(Layer, key_steps), FIELD(Layer, value_steps),
         FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, sinks), FIELD(Layer, q_norm),

@@ -9,8 +9,19 @@ a and b come from the hidden state; out goes through a norm and a gate. So a seq
 of one size however long it is: S, and the last inputs of the convolution. Unlike keys and values, a
 state is that of all tokens so far. It cannot be cropped to fewer, nor be shared by sequences that
 only begin alike. decode.c computes the rule, token by token whatever comes in one step, so the
-state after a token does not depend on the steps. Sources: Yang, Kautz and Hatamizadeh 2024,
-arXiv:2412.06464; Qwen3-Next's module in transformers, whose layer this is.
+state after a token does not depend on the steps.
+
+Lightning attention (MiniMax) keeps a state of the same kind by a simpler rule, without convolution
+and scores. Queries, keys and values go through silu, and with h the head, counted from 1, of H, and
+l the layer of L, from 0:
+
+    S <- exp(-rate) S + k v';    out = S'q
+    rate = 2^(-8 h / H) (1 - l / (L - 1 + 1e-5) + 1e-5)
+
+One norm of all heads follows, and the sigmoid of a gate multiplies it. Sources: Yang,
+Kautz and Hatamizadeh 2024, arXiv:2412.06464; Qwen3-Next's module in transformers, whose layer this
+is; Qin et al. 2024, arXiv:2401.04658; MiniMax 2025, arXiv:2501.08313, and its module in
+transformers.
 """
 
 import ctypes
@@ -35,17 +46,19 @@ class DeltaNet:
 
     Attributes:
         sizes: its sizes.
-        scores: from the hidden state to two numbers for each head of values, [N, 2 value_heads].
-        convolution: [kernel, channels] float32.
-        rate, shift: how fast a head's state fades, [value_heads] float32.
-        norm: [value_dim] float32.
+        scores: from the hidden state to two numbers for each head of values, [N, 2 value_heads];
+            to none in lightning attention.
+        convolution: [kernel, channels] float32; None in lightning attention.
+        rate, shift: how fast a head's state fades, [value_heads] float32; no shift in lightning
+            attention.
+        norm: [value_dim] float32, in lightning attention [value_heads * value_dim].
     """
 
     sizes: Delta
     scores: Projection
-    convolution: Tensor
+    convolution: Tensor | None
     rate: Tensor
-    shift: Tensor
+    shift: Tensor | None
     norm: Tensor
 
     def structure(self, inputs: Tensor, states: Tensor, kept: list[Any]) -> ctypes.Structure:
@@ -77,17 +90,20 @@ class DeltaNet:
             key_dim=sizes.key_dim,
             value_dim=sizes.value_dim,
             kernel=sizes.kernel,
+            lightning=sizes.lightning,
+            eps=sizes.eps,
         )
 
 
 def delta_net(
-    artifact: Artifact, sizes: Delta, prefix: str, pack: Pack | None
+    artifact: Artifact, sizes: Delta, index: int, prefix: str, pack: Pack | None
 ) -> tuple[tuple[Projection, Projection], DeltaNet]:
     """Read the gated delta net of a layer: its first and its last product, and what lies between.
 
     Args:
         artifact: artifact of the model.
         sizes: sizes of the gated delta net.
+        index: number of the layer.
         prefix: name of the layer.
         pack: file where weights are looked for first, and kept.
 
@@ -102,6 +118,16 @@ def delta_net(
     def of(linears: tuple[str, ...], order: Tensor | None) -> Projection:
         return projection(artifact, [f"{prefix}.{name}" for name in linears], pack, order=order)
 
+    if sizes.lightning:
+        lightning = DeltaNet(
+            sizes=sizes,
+            scores=lambda x: x[:, :0],
+            convolution=None,
+            rate=_rates(artifact, sizes, index, f"{prefix}.{names.rate}"),
+            shift=None,
+            norm=vector(f"{names.norm}.weight"),
+        )
+        return (of(names.inputs, _order_of_three(sizes)), of((names.output,), None)), lightning
     entering, scores = _orders(sizes)
     # [channels, 1, kernel] in the checkpoint
     convolution = vector(f"{names.convolution}.weight").flatten(1).T.contiguous()
@@ -122,6 +148,32 @@ def why_not(blueprint: Blueprint) -> str | None:
     if sizes is None:
         return None
     return operations.why_not_delta(sizes.key_dim, sizes.value_dim, sizes.kernel)
+
+
+def _rates(artifact: Artifact, sizes: Delta, index: int, name: str) -> Tensor:
+    """The rates of lightning attention's heads, [heads] float32: as stored, or by their formula.
+
+    Args:
+        artifact: artifact of the model; released files hold no rates.
+        sizes: sizes of the attention.
+        index: number of the layer.
+        name: name of the stored rates.
+    """
+    if name in artifact.checkpoint.tensors:
+        return artifact.read([name], torch.float32)[name].flatten()
+    slopes = (1 / 2 ** (8 / sizes.value_heads)) ** (torch.arange(sizes.value_heads) + 1)
+    return slopes * (1 - index / (sizes.layers - 1 + 1e-5) + 1e-5)
+
+
+def _order_of_three(sizes: Delta) -> Tensor:
+    """The rows of lightning attention's entering product in decode.c's order, int64.
+
+    The model has a head's query, key and value together, and gates behind all heads.
+    """
+    heads, dim = sizes.value_heads, sizes.value_dim
+    rows = torch.arange(3 * heads * dim).view(heads, 3, dim)
+    gates = 3 * heads * dim + torch.arange(heads * dim)
+    return torch.cat([rows.transpose(0, 1).flatten(), gates])
 
 
 def _orders(sizes: Delta) -> tuple[Tensor | None, Tensor | None]:

@@ -71,6 +71,7 @@ class DeltaStates:
     nothing has to be cleared.
 
     Attributes:
+        kind: what has them, in words.
         inputs: last inputs of each layer's convolution, [sequences, kernel - 1, channels].
         states: states of each layer, [sequences, value_heads, key_dim, value_dim].
     """
@@ -79,6 +80,7 @@ class DeltaStates:
         """Reserve the memory; what is never written takes none."""
         window = (sequences, sizes.kernel - 1, sizes.channels)
         state = (sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.kind = sizes.kind
         self.inputs = [torch.empty(window) for _ in range(layers)]
         self.states = [torch.empty(state) for _ in range(layers)]
 
@@ -275,7 +277,7 @@ class KVCache:
         require_length(length, have=self.length)
         if self.states is not None and 0 < length < self.length:
             raise UsageError(
-                f"crop to {length} positions of {self.length}: a gated delta net has the state of "
+                f"crop to {length} positions of {self.length}: {self.states.kind} has the state of "
                 "all of them",
                 "begin again",
             )

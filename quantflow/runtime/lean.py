@@ -64,7 +64,8 @@ def why_not(artifact: Artifact, *, crops: bool = False) -> str | None:
     if blueprint.heads.latent and artifact.kv_cache is not None:
         return "it has no measured scales for a cache of latents"
     if crops and any(blueprint.linear):
-        return "it cannot take a wrong guess back out of the state of a gated delta net"
+        assert blueprint.delta is not None  # some layers have it
+        return f"it cannot take a wrong guess back out of the state of {blueprint.delta.kind}"
     return (
         delta_net.why_not(blueprint)
         or sparse_attention.why_not(blueprint)
@@ -219,9 +220,9 @@ class LeanDecoder:
                 MLP.
         """
         blueprint = self._blueprint
-        if self.stateful:
+        if blueprint.delta is not None and self.stateful:
             raise UnsupportedError(
-                "adapters by request: the layers of a gated delta net have none",
+                f"adapters by request: the layers of {blueprint.delta.kind} have none",
                 "merge the adapter into the model",
             )
         if blueprint.latent is not None:
@@ -575,7 +576,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
     attention, net = _latent(artifact, blueprint, prefix, pack), None
     linear = blueprint.is_linear(index)
     if linear and blueprint.delta is not None:
-        attention, net = delta_net.delta_net(artifact, blueprint.delta, prefix, pack)
+        attention, net = delta_net.delta_net(artifact, blueprint.delta, index, prefix, pack)
     indexer = None
     if blueprint.indexer is not None and blueprint.indexer.layers[index]:
         queries = attention[0]
@@ -611,6 +612,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         experts=experts,
         delta_net=net,
         indexer=indexer,
+        shares=blueprint.shares[index] if blueprint.shares else None,
         **norms,
         window=blueprint.windows[index],
         chunk=blueprint.chunks[index] if blueprint.chunks else 0,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import kernels, native
-from quantflow.models.architecture import Delta, Form, Heads, Indexer, Temperature
+from quantflow.models.architecture import Delta, Form, Heads, Indexer, Shares, Temperature
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
@@ -114,6 +114,7 @@ class DecoderBlock:
         experts: stands in the place of the MLP; None: there are none.
         delta_net: stands in the place of attention, between qkv and output; None: there is none.
         indexer: stands in the place of qkv and chooses what queries see; None: there is none.
+        shares: factors of the sums of hidden state and branches; None: `Form.residual` alone.
         attention_norm, attended_norm: norm before attention, and of what attention adds.
         mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
         q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -134,6 +135,7 @@ class DecoderBlock:
     experts: LayerExperts | None = None
     delta_net: LayerDeltaNet | None = None
     indexer: LayerIndexer | None = None
+    shares: Shares | None = None
     window: int = 0
     chunk: int = 0
     temperature: Temperature | None = None
@@ -247,6 +249,8 @@ class _DeltaNet(ctypes.Structure):
         ("key_dim", _COUNT),
         ("value_dim", _COUNT),
         ("kernel", _COUNT),
+        ("lightning", _COUNT),
+        ("eps", _FLOAT),
     ]
 
 
@@ -322,7 +326,12 @@ class _Step(ctypes.Structure):
 _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c's functions
     (
         "add_norm",
-        [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT],
+        [_POINTER] * 2
+        + [_Norm] * 2
+        + [_POINTER]
+        + [_COUNT] * 2
+        + [_FLOAT, _COUNT, _FLOAT, _COUNT]
+        + [_FLOAT],
     ),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4 + [_FLOAT] * 2),
     ("product", [_POINTER] * 4 + [_COUNT] * 5),
@@ -399,7 +408,7 @@ def normalized(x: Tensor, norm: Norm, eps: float, *, centered: bool = False) -> 
     out = torch.empty_like(x)
     if len(x):
         pointers = (x.data_ptr(), None, _norm(NO_NORM), _norm(norm), out.data_ptr())
-        compiled().add_norm(*pointers, *x.shape, eps, centered, 1.0, False)
+        compiled().add_norm(*pointers, *x.shape, eps, centered, 1.0, False, 1.0)
     return out
 
 
@@ -503,6 +512,7 @@ class Operations:
             products
             and all(map(in_c, products))
             and all(each.structure is not None for each in experts)
+            and not any(block.shares for block in blocks)
         ):
             # those of the widest layer; of layers without experts, all have the first one's
             attentions = [tuple(map(shape_in_c, block.products[:2])) for block in blocks]
@@ -674,10 +684,11 @@ class Operations:
                 raise MemoryError(f"inputs of {rows} tokens")
             return self._between[-1][:rows]
         delta: Tensor | None = None
-        after = NO_NORM
+        after, shares = NO_NORM, None
         for index, block in enumerate(self._blocks):
             qkv, output, *mlp = block.products
-            norm = self._first_norm(x, delta, after, block.attention_norm)
+            norm = self._first_norm(x, delta, after, block.attention_norm, shares)
+            shares = block.shares
             if block.delta_net is not None:
                 delta = output(self.delta_rule(qkv(norm), block.delta_net.scores(norm), index))
             elif block.indexer is not None:
@@ -687,7 +698,12 @@ class Operations:
             else:
                 delta = output(self.attend(qkv(norm), index))
             norm = self.add_norm(
-                x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel
+                x,
+                delta,
+                block.mlp_norm,
+                after=block.attended_norm,
+                late=self._form.parallel,
+                factors=None if shares is None else shares.attention,
             )
             if block.experts is not None:
                 delta = block.experts(norm, self.gate)
@@ -705,12 +721,14 @@ class Operations:
             delta: what `run` returned, [N, H].
             norm: last norm of the model.
         """
-        after = self._blocks[-1].gated_norm if self._blocks else NO_NORM
-        normed = self._first_norm(x, delta, after, norm)
+        last = self._blocks[-1] if self._blocks else DecoderBlock(products=())
+        normed = self._first_norm(x, delta, last.gated_norm, norm, last.shares)
         # behind the last layer of post-LN there may be a norm of the whole model
         return self.add_norm(x, None, norm) if self._form.post else normed
 
-    def _first_norm(self, x: Tensor, delta: Tensor | None, after: Norm, norm: Norm) -> Tensor:
+    def _first_norm(
+        self, x: Tensor, delta: Tensor | None, after: Norm, norm: Norm, shares: Shares | None
+    ) -> Tensor:
         """Add what the layer before left to x; what the next layer reads.
 
         Args:
@@ -718,10 +736,12 @@ class Operations:
             delta: what the MLP before left, [N, H]; None before the first layer.
             after: second norm of that MLP.
             norm: norm that the next layer begins with.
+            shares: factors of the layer before.
         """
         if self._form.post:
             return self.add_norm(x, delta, after)
-        return self.add_norm(x, delta, norm, after=after)
+        factors = None if shares is None else shares.mlp
+        return self.add_norm(x, delta, norm, after=after, factors=factors)
 
     def add_norm(
         self,
@@ -731,10 +751,11 @@ class Operations:
         *,
         after: Norm = NO_NORM,
         late: bool = False,
+        factors: tuple[float, float] | None = None,
     ) -> Tensor:
         """Add the norm `after` of delta to x in place; the norm of x, valid until the next call.
 
-        With `Form.post` the norm of x takes the place of x.
+        With `Form.post` and `Form.replaced` the norm of x takes the place of x.
 
         Args:
             x: [N, H].
@@ -742,13 +763,15 @@ class Operations:
             norm: norm that is returned.
             after: norm of what is added.
             late: the returned norm is of x as it was before.
+            factors: factors of x and of what is added; None: 1 and `Form.residual`.
         """
-        out = x if self._form.post else self._room("norm", *x.shape)
+        out = x if self._form.post or self._form.replaced else self._room("norm", *x.shape)
         if not len(x):
             return out
         pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())
+        kept, added = factors or (1.0, self._form.residual)
         self._library.add_norm(
-            *pointers, *x.shape, self._heads.eps, self._form.centered, self._form.residual, late
+            *pointers, *x.shape, self._heads.eps, self._form.centered, added, late, kept
         )
         return out
 

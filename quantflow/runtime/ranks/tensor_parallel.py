@@ -349,8 +349,10 @@ def _taken_apart(artifact: Artifact, world: int, *, rank: int) -> tuple[Artifact
             "leave --ranks out",
         )
     if any(blueprint.linear) or blueprint.heads.output_gate:
+        lightning = blueprint.delta is not None and blueprint.delta.lightning
+        linear = "lightning attention" if lightning else "gated delta nets"
         raise UnsupportedError(
-            f"{world} ranks share attention, not the gated delta nets of {kind}",
+            f"{world} ranks share attention, not the {linear} of {kind}",
             "leave --ranks out",
         )
     if blueprint.indexer is not None:

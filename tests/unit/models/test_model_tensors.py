@@ -65,7 +65,8 @@ def configurations(family):
             yield theirs(**sizes, indexer_types=["full", "shared", "full"]), {}
     if FAMILIES[family].delta is not None:
         sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}
+        few = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}
+        sizes |= {key: value for key, value in few.items() if key in has}
     if family == "dbrx":
         heads = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
         sizes |= {"d_model": SIZES["hidden_size"], "attn_config": heads}
@@ -141,9 +142,11 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
             assert [found.module(name) for name in layer.routers] == [
                 layer.module(name) for name in layer.routers
             ]
-        assert found.caches() == {
-            layer.attention: layer.kv_heads for layer in graph.layers if layer.attention
-        }
+        caches = {layer.attention: layer.kv_heads for layer in graph.layers if layer.attention}
+        if family == "minimax":  # whose own class of cache no trace gives it
+            assert not caches
+            caches = {"model.layers.1.self_attn": config.num_key_value_heads}
+        assert found.caches() == caches
 
 
 @pytest.mark.parametrize(
