@@ -222,6 +222,12 @@ def require_trust(verb: str, *, trusted: bool) -> None:
         raise UsageError(cause, _TRUST)
 
 
+def store_address() -> tuple[str, int, bool]:
+    """Address and port where ranks of somebody else meet, and whether torchrun serves there."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), served
+
+
 def speaks() -> bool:
     """Whether this process reports and keeps the log: no rank, or the first of a torchrun."""
     rank = launched_rank()

@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,11 +35,20 @@ from torch import Tensor, distributed
 
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.dtypes import DTYPES, NAMES
-from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_rank
-from quantflow.errors import ResourceError
+from quantflow.distributed.launch import (
+    LOST,
+    STORE,
+    launched_folder,
+    launched_rank,
+    store_address,
+)
+from quantflow.distributed.presence import await_all, watched
+from quantflow.errors import ResourceError, first_line
 
-MEETING = timedelta(seconds=60)  # time in which all cards have to be there
-# Cards wait for each other's arithmetic; a card that dies breaks its connections at once.
+# Time in which all cards have to be there. Machines of a cluster import torch at their own pace.
+MEETING = timedelta(minutes=5)
+# Cards wait for each other's arithmetic. A card that dies breaks its connections at once, and one
+# that is silent is named by distributed/presence.py.
 PATIENCE = timedelta(days=1)
 GRACE = 3.0  # seconds in which torchrun ends the others of one that failed; it looks twice a second
 HOST_BACKEND = "gloo"  # torch's backend of tensors in host memory
@@ -226,7 +235,7 @@ def backend_of(device: Device) -> str | None:
     return name if name is not None and distributed.is_backend_available(name) else None
 
 
-def meet(timeout: timedelta, device: Device = HOST) -> None:
+def meet(timeout: timedelta, device: Device = HOST) -> AbstractContextManager[None]:
     """Make torch's process group of the ranks, this process among them.
 
     They meet in their private folder, else where torchrun says.
@@ -235,22 +244,52 @@ def meet(timeout: timedelta, device: Device = HOST) -> None:
         timeout: time in which all have to be there.
         device: device whose tensors they exchange, beside those of host memory, where torch has a
             backend for it.
+
+    Returns:
+        A context in which a rank that is silent is named, and ends this one.
+
+    Raises:
+        ResourceError: a rank has not come in time.
     """
-    folder = launched_folder()
-    launched = launched_rank()
     own = backend_of(device)
     backend = HOST_BACKEND
     if not device.is_host and own is not None:
         backend = f"cpu:{HOST_BACKEND},{device.kind.type}:{own}"
-    if folder is None or launched is None:
-        distributed.init_process_group(backend, timeout=timeout)
-        return
-    rank, world = launched
-    # FileStore is in torch's docs, not in its type hints.
-    store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]
+    rank, world = launched_rank() or (0, 1)
+    store = _store(rank, world, timeout)
+    await_all(store, rank=rank, world=world, timeout=timeout)
     distributed.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timeout
     )
+    return watched(store, rank=rank, world=world)
+
+
+def _store(rank: int, world: int, timeout: timedelta) -> Any:
+    """Torch's store of the ranks: a file of their private folder, else that of MASTER_ADDR.
+
+    torchrun serves the latter itself. Without it, as under Slurm, the first rank does.
+    """
+    folder = launched_folder()
+    if folder is not None:
+        # FileStore is in torch's docs, not in its type hints.
+        return distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]
+    address, port, served = store_address()
+    try:
+        return distributed.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            is_master=rank == 0 and not served,
+            timeout=timeout,
+            wait_for_workers=False,  # await_all names who is missing
+            multi_tenant=True,
+        )
+    except distributed.DistError as error:
+        raise ResourceError(
+            f"rank {rank} of {world}: no store at {address}:{port}, where rank 0 should be "
+            f"({first_line(error)})",
+            "look whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its machine's; "
+            "the same command continues",
+        ) from error
 
 
 @contextmanager
@@ -265,8 +304,7 @@ def together(*, rank: int, world: int, device: Device = HOST) -> Iterator[Team]:
         world: number of processes.
         device: device of this one's tensors.
     """
-    with device.current():
-        meet(MEETING, device)
+    with device.current(), meet(MEETING, device):
         group = distributed.new_group(timeout=PATIENCE)
         direct = backend_of(device) is not None
         yield Team(rank=rank, world=world, group=group, device=device, direct=direct)

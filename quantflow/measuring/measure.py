@@ -38,7 +38,7 @@ from quantflow.distributed.launch import (
     require_trust,
 )
 from quantflow.distributed.sharding import placements, runs_on_shares
-from quantflow.distributed.team import HOST_BACKEND, backend_of, meet
+from quantflow.distributed.team import HOST_BACKEND, MEETING, backend_of, meet
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import digest_of, file_digest
@@ -80,7 +80,6 @@ VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = DEFAULT
 UNCOUNTED = "uncounted"  # among the inputs of a mixture's measurement without a layer that ran
-TIMEOUT = timedelta(seconds=60)
 
 
 def run(job: MeasureJob, progress: Progress) -> Path:
@@ -180,8 +179,7 @@ def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None
     die_with_parent()
     shares = _sizes(job, world)[1] > 1
     device = _device(job) if shares else HOST  # others send each other no tensor
-    with device.current():
-        meet(TIMEOUT, device)
+    with device.current(), meet(MEETING, device):
         try:
             # gloo alone has the monitored barrier
             everybody = None if device.is_host else distributed.new_group(backend=HOST_BACKEND)

@@ -9,6 +9,7 @@ import torch
 
 from quantflow.core.device import HOST, Device
 from quantflow.distributed import team as teams
+from quantflow.distributed.launch import launched_environment
 from quantflow.distributed.team import Team, backend_of
 
 FEATURES = {0: 3, 1: 2, 2: 4, 4: 1}  # no linear of the fourth group is quantized
@@ -138,13 +139,15 @@ def test_tensors_of_a_device_go_by_torchs_backend_for_it_and_those_of_host_memor
 
 @pytest.mark.parametrize(("built", "backends"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
 def test_ranks_meet_with_the_backends_of_both_memories_where_torch_has_them(
-    monkeypatch, built, backends
+    monkeypatch, tmp_path, built, backends
 ):
     met = []
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **_: met.append(backend)
     )
+    for name, value in launched_environment(str(tmp_path), rank=0, world=1).items():
+        monkeypatch.setenv(name, value)
     there = Device(kind=torch.device("cuda", 0), model="a GPU", capability="9.0")
     teams.meet(teams.MEETING, there)
     teams.meet(teams.MEETING)
