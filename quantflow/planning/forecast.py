@@ -114,6 +114,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
         if recipe.measure.stats is not None
         else statistics_for(recipe.quantize)
     )
+    narrow = [plan.name for plan in plans if _text_dtype(recipe, plan) == torch.bfloat16]
     speed = None
     if job.probe:
         from quantflow.planning.probe import probe  # here: a plan without it need not wait for it
@@ -127,6 +128,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             folder=job.folder,
             device=device,
             dtype=dtype,
+            narrow=narrow,
         )
     on_cards = recipe.compute.device.startswith("cuda") and not job.probe
     cards = {
@@ -135,7 +137,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             model,
             plans,
             dtype=RUNNING[recipe.compute.model_dtype],
-            narrow=[plan.name for plan in plans if _text_dtype(recipe, plan) == torch.bfloat16],
+            narrow=narrow,
         )
         for name, card in (CARDS if on_cards else {}).items()
     }

@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def probe(
     folder: Path,
     device: Device = HOST,
     dtype: torch.dtype = torch.float32,
+    narrow: Collection[str] = (),
 ) -> Speed:
     """Rates of this machine, and of its device, on the first layer of a model.
 
@@ -66,6 +67,7 @@ def probe(
             removed.
         device: device that will run layers.
         dtype: dtype in which measure and validate run layers.
+        narrow: artifacts whose calibration text runs in bfloat16; that of others is float32.
 
     Raises:
         ResourceError: the memory of the device ran out.
@@ -75,7 +77,14 @@ def probe(
     try:
         with device.current(), device.deterministic():
             return _probe(
-                checkpoint, graph, plans, length=length, folder=folder, device=device, dtype=dtype
+                checkpoint,
+                graph,
+                plans,
+                length=length,
+                folder=folder,
+                device=device,
+                dtype=dtype,
+                narrow=narrow,
             )
     finally:
         torch.set_num_threads(threads)
@@ -90,6 +99,7 @@ def _probe(
     folder: Path,
     device: Device,
     dtype: torch.dtype,
+    narrow: Collection[str],
 ) -> Speed:
     source = Source(checkpoint=checkpoint, config=load_config(checkpoint))
     generator = torch.Generator().manual_seed(0)
@@ -105,11 +115,9 @@ def _probe(
         if name.startswith(f"{layer.prefix}.")
     )
     reading, running = _layer(source, graph, tokens, device=device, dtype=torch.float32)
-    run = (
-        running
-        if dtype == torch.float32
-        else _layer(source, graph, tokens, device=device, dtype=dtype)[1]
-    )
+    ran = {torch.float32: running}  # dtype -> seconds of a sequence
+    for other in {dtype, *([torch.bfloat16] if narrow else [])} - {*ran}:
+        _, ran[other] = _layer(source, graph, tokens, device=device, dtype=other)
     weight = source.read([f"{layer.linears[0]}.weight"])[f"{layer.linears[0]}.weight"]
     x = device.put(torch.randn(1, len(tokens), weight.shape[1], generator=generator))
     observed = {
@@ -126,9 +134,10 @@ def _probe(
         written=_seconds(lambda: _write(folder, data)) / WRITTEN,
         hashed=_seconds(lambda: hashlib.sha256(data).digest()) / WRITTEN,
         token=running / len(tokens),
-        run=run / len(tokens),
+        run=ran[dtype] / len(tokens),
         observed=observed,
         hessian=observed[HessianObserver.NAME] / weight.shape[1],
+        narrow=_narrow(narrow, ran, x, device),
         gradient=observed[GradientObserver.NAME] / output_blocks.width(weight.shape[1]),
         rounded={plan.name: _rounded(plan, weight, device) for plan in plans},
         gptq={
@@ -137,6 +146,25 @@ def _probe(
             if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS
         },
     )
+
+
+def _narrow(
+    names: Collection[str], ran: Mapping[torch.dtype, float], x: Tensor, device: Device
+) -> dict[str, tuple[float, float]]:
+    """`Speed.narrow`: a token through a layer, and its Hessians, where text is bfloat16.
+
+    Args:
+        names: artifacts whose calibration text is.
+        ran: dtype -> seconds of a sequence through a layer.
+        x: [1, S, K], an input of a linear in float32.
+        device: device that runs layers.
+    """
+    if not names:
+        return {}
+    half = x.to(torch.bfloat16)
+    hessian = _seconds(lambda: _observe(HessianObserver.NAME, half, device), device)
+    token = ran[torch.bfloat16] / x.shape[1]
+    return dict.fromkeys(names, (token, hessian / x.numel() / x.shape[2]))
 
 
 def _layer(
