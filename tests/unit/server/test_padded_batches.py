@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -34,6 +35,10 @@ def expected(serve):
     with serve(decoder="transformers", limits=LIMITS) as server:
         assert server.models.first.engine.shapes() is None
         assert "one row at a time" in "\n".join(opening_lines(server.models.job, server.models))
+        for device, said in (("cpu", 0), ("cuda", 1), ("cuda:1", 1), ("hpu", 0)):
+            job = replace(server.models.job, device=device)
+            lines = opening_lines(job, server.models)
+            assert sum("fast way on a GPU is --engine vllm" in line for line in lines) == said
         return [server.generate(text, max_new_tokens=9).json() for text in TEXTS]
 
 
