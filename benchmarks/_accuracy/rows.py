@@ -102,10 +102,9 @@ LLAMA_CPP = (
 LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")
 # llama.cpp's types that quantflow rounds onto -> its algorithms. Rows of whole files, which
 # llama.cpp runs: `Q4_0.gguf`.
-FILES = {
-    f"{name}.gguf": ("gptq", "yaqa", "good", "best")
-    for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0")
-}
+FILE_TYPES = ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0")
+FILE_TYPES += ("IQ3_S", "IQ3_XXS", "IQ2_M", "IQ2_XS", "IQ2_XXS")  # with a codebook
+FILES = {f"{name}.gguf": ("gptq", "yaqa", "good", "best") for name in FILE_TYPES}
 ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
 
 

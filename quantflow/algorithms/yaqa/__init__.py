@@ -22,10 +22,9 @@ Two steps:
    tr(G E H E^T) smaller. The best of all sweeps is kept, and the first step's result where none is
    better.
 
-Values of e2m1 are represented by integers, in halves (quantflow/algorithms/yaqa/points.py).
-
-Neighbours that are one entry of a codebook are rounded by GPTQ first, whose feedback is over
-columns alone. In the descent a move takes another entry (quantflow/algorithms/yaqa/units.py).
+Neighbours that are one entry of a codebook are rounded and moved together
+(quantflow/algorithms/yaqa/vectors.py). Values of e2m1 are represented by integers, in halves
+(quantflow/algorithms/yaqa/points.py).
 
 Both use damped G and H. G is measured in blocks of at most 2048 outputs
 (quantflow/numerics/output_blocks.py). Between blocks it is zero, so their rows are rounded by
@@ -40,7 +39,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.algorithms.yaqa import descent, points, wavefront
+from quantflow.algorithms.yaqa import descent, points, vectors, wavefront
 from quantflow.algorithms.yaqa.descent import (
     Problem,
     Side,
@@ -50,7 +49,6 @@ from quantflow.algorithms.yaqa.descent import (
     of_rows,
     rescaled,
 )
-from quantflow.core import codebooks
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
@@ -59,15 +57,7 @@ from quantflow.core.support import SHARED_SCALE, Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 from quantflow.numerics import output_blocks, output_errors
 from quantflow.numerics.cholesky import mirror_
-from quantflow.numerics.feedback import (
-    DAMPINGS,
-    Feedback,
-    feedback_of,
-    gathered,
-    order_of_units,
-    per_row,
-    round_units_,
-)
+from quantflow.numerics.feedback import DAMPINGS, feedback_of
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
 from quantflow.numerics.statistics import COUNT
 from quantflow.observers.gradient import GRADIENT_SUM
@@ -182,18 +172,17 @@ def quantize_group(
     )
     size = points.unit(scheme.weights)
     in_points = {name: replace(grid, scale=grid.scale / size) for name, grid in grids.items()}
-    kind = scheme.weights.block
-    unit_size = codebooks.unit(kind) if kind is not None and kind.codebook is not None else None
+    in_units = vectors.has_units(scheme.weights)
+    order = vectors.order_of(hessian_sum.diagonal(), scheme.weights) if in_units else None
     columns = feedback_of(
         hessian_sum,
         name=next(iter(weights)),
         statistic=HESSIAN_SUM.name,
-        order=None if unit_size is None else order_of_units(hessian_sum.diagonal(), unit_size),
+        order=order,
         workers=workers,
     )
-    if unit_size is None:
-        # the factor's lower half goes above the diagonal too, where `round_rows` reads it
-        mirror_(columns.lower.T)
+    # the factor's lower half goes above the diagonal too, where `round_rows` reads it
+    mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
     def unit(part: tuple[str, slice]) -> _SolvedBlock:
@@ -216,17 +205,14 @@ def quantize_group(
             outputs=Side(matrix=sums, damping=rows.damping),
             inputs=inputs,
         )
-        if unit_size is not None:
-            first = _rounded_in_units(problem, columns)
-        else:
-            first = wavefront.round_rows(
-                problem.weight,
-                problem.grid,
-                scheme=problem.scheme,
-                rows=rows,
-                parts=parts,
-                columns=columns,
-            )
+        first = (vectors if in_units else wavefront).round_rows(
+            problem.weight,
+            problem.grid,
+            scheme=problem.scheme,
+            rows=rows,
+            parts=parts,
+            columns=columns,
+        )
         return _descend_block(problem, first, damping=rows.share)
 
     units = [
@@ -251,13 +237,6 @@ def quantize_group(
         name: replace(result, decisions={**result.decisions, **errors[name]})
         for name, result in joined.items()
     }
-
-
-def _rounded_in_units(problem: Problem, columns: Feedback) -> Tensor:
-    """The qvalues [O, I] int8 of a block whose neighbours are entries of a codebook, by GPTQ."""
-    work = gathered([problem.weight], order=columns.order)
-    scales, _ = per_row([(problem.grid, slice(0, len(problem.weight)))])
-    return round_units_(work, scales, scheme=problem.scheme, feedback=columns).T.contiguous()
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:

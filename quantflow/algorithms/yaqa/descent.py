@@ -9,7 +9,6 @@ Source: Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent by co
 = 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantflow.algorithms.yaqa import units
+from quantflow.algorithms.yaqa import vectors
 from quantflow.algorithms.yaqa.points import nearest_, unit
 from quantflow.core import affine, groups
 from quantflow.core.scheme import TensorScheme
@@ -222,8 +221,6 @@ def _gradient(problem: Problem, rows: Tensor, errors: Tensor) -> tuple[Tensor, T
 def descend_(problem: Problem, qvalue: Tensor) -> None:
     """Move weights by steps while that lowers the loss: each block of rows once, column by column.
 
-    Neighbours that are one entry of a codebook move together (quantflow/algorithms/yaqa/units.py).
-
     Args:
         problem: weight and the grid of `qvalue`.
         qvalue: [O, I] int8, modified.
@@ -234,28 +231,16 @@ def descend_(problem: Problem, qvalue: Tensor) -> None:
         # zero points are not needed: the length of a step does not depend on them
         scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])
         now = qvalue[rows].T.float().contiguous()  # [I, R]
-        curves = (problem.inputs.matrix.diagonal() + problem.inputs.damping).tolist()
-        kind = problem.scheme.block
-        if kind is not None and kind.codebook is not None:
-            change = units.moves_(
-                now,
-                gradient,
-                scales=scales,
-                coupling=coupling,
-                matrix=problem.inputs.matrix,
-                curves=curves,
-                kind=kind,
-            )
-        else:
-            change = _moves_(
-                now,
-                gradient,
-                scales=scales,
-                coupling=coupling,
-                matrix=problem.inputs.matrix,
-                curves=curves,
-                scheme=problem.scheme,
-            )
+        move_ = vectors.moves_ if vectors.has_units(problem.scheme) else _moves_
+        change = move_(
+            now,
+            gradient,
+            scales=scales,
+            coupling=coupling,
+            matrix=problem.inputs.matrix,
+            damping=problem.inputs.damping,
+            scheme=problem.scheme,
+        )
         qvalue[rows] = now.T.to(torch.int8)
         errors[rows] -= change.T
 
@@ -267,7 +252,7 @@ def _moves_(
     scales: Tensor,
     coupling: Tensor,
     matrix: Tensor,
-    curves: Sequence[float],
+    damping: float,
     scheme: TensorScheme,
 ) -> Tensor:
     """Move the qvalues `now` [I, R] of a block; return the change of the rounded weights, [I, R].
@@ -277,6 +262,7 @@ def _moves_(
     are processed.
     """
     change = torch.zeros_like(now)
+    curves = (matrix.diagonal() + damping).tolist()
     group_size = len(now) // len(scales)
     for columns in groups.spans(len(now), _COLUMNS):
         felt = torch.zeros(columns.stop - columns.start, now.shape[1])

@@ -123,7 +123,7 @@ class _Wave:
         self._left = torch.empty(outputs, inputs)
         for block, part in zip(self.down[::-1], parts, strict=True):
             self._left[block] = weight[part].index_select(1, columns.order).float()
-        self._owed = _owed_(rows.lower, self.down)
+        self._owed = owed_(rows.lower, self.down)
 
     def round_(self, tiles: Sequence[Tile]) -> None:
         """Round the tiles of a diagonal."""
@@ -173,7 +173,7 @@ def _inside(tile: Tile) -> Tile:
     )
 
 
-def _owed_(lower: Tensor, blocks: Sequence[slice]) -> Tensor:
+def owed_(lower: Tensor, blocks: Sequence[slice]) -> Tensor:
     """Write I + M above the diagonal of the factor of G, without the blocks' own parts.
 
     A block's columns are divided by the factor of the block itself, so that rows within it do not
