@@ -223,7 +223,10 @@ def require_trust(verb: str, *, trusted: bool) -> None:
 
 
 def store_address() -> tuple[str, int, bool]:
-    """Address and port where ranks of somebody else meet, and whether torchrun serves there."""
+    """Address and port where ranks of somebody else meet, and whether torchrun serves there.
+
+    `require_trust` has looked at both.
+    """
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), served
 

@@ -123,7 +123,7 @@ def moves_(
             wanted = (now[here] + aim / scale).T.contiguous()  # [R, u]
             points = codebooks.round_units(wanted, kind, metric).T - now[here]
             steps = points * scale  # [u, R]
-            moved = _move_rows_(
+            moved = _moving_rows(
                 steps.numpy(), gradient[here].numpy(), coupling.numpy(), metric.numpy()
             )
             if len(moved):
@@ -138,12 +138,12 @@ def moves_(
     return change
 
 
-def _move_rows_(steps: _Array, left: _Array, coupling: _Array, metric: _Array) -> list[int]:
-    """The rows that move by their candidates, each of which gained when it moved.
+def _moving_rows(steps: _Array, left: _Array, coupling: _Array, metric: _Array) -> list[int]:
+    """The rows that take their candidates, in the order of their moves.
 
     Args:
         steps: [u, R], change of the rounded weights by each row's candidate.
-        left: [u, R], half the negative gradient by the unit, kept exact; overwritten.
+        left: [u, R], half the negative gradient by the unit, before any row moves.
         coupling: [R, R].
         metric: [u, u].
     """

@@ -147,9 +147,9 @@ def test_rows_move_one_after_the_other_worked_by_hand():
     left = torch.ones(1, 2).numpy()
     steps, ones, metric = torch.ones(1, 2).numpy(), torch.ones(2, 2).numpy(), left[:, :1]
     # gains of 2 * 1 - 1 each; after the first moves, the other's is 2 * (1 - 1) - 1
-    assert vectors._move_rows_(steps, left, ones, metric) == [0]
+    assert vectors._moving_rows(steps, left, ones, metric) == [0]
     apart = torch.eye(2).numpy()
-    assert vectors._move_rows_(steps, left, apart, metric) == [0, 1]
+    assert vectors._moving_rows(steps, left, apart, metric) == [0, 1]
 
 
 def positive(size: int, *, seed: int) -> torch.Tensor:

@@ -796,10 +796,10 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
             for one, other, whole in zip(calls(ours), expected, exact, strict=True)
         )
 
-    # Another rule of rounding would move every call by about 1. A number in the middle between two
-    # codes may fall to either, which depends on the CPU's sums. It moves the calls that read it, by
-    # at most 0.15 in twenty such walks on one CPU, and few of many short texts have one.
-    assert away(partial(walk, seed=20)) < 0.3
+    # Another rule of rounding would move every call. A number in the middle between two codes may
+    # fall to either, which depends on the CPU's sums. It moves the calls that read it, and few of
+    # many short texts have one.
+    assert away(partial(walk, seed=20)) < 0.05
     texts = [away(partial(short_text, seed=seed)) for seed in range(40)]
     assert median(texts) < 1e-3, texts
 
