@@ -3,7 +3,9 @@
 The command line in this process, random tensors, and cases of which some are slow tests.
 """
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,22 @@ def run(*arguments: object) -> int:
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     """Normal values of a shape, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def open_in(folder: Path) -> list[str]:
+    """Names that this process holds open in a folder; those that it has elsewhere may come and go.
+
+    A file that was removed counts: its name has " (deleted)" at the end.
+    """
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the listing's own, or another thread's
+            continue
+        if Path(name).is_relative_to(folder):
+            found.append(name)
+    return found
 
 
 def compiler_with(folder, option):

@@ -20,6 +20,7 @@ from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.sealed import seal
 from quantflow.models.reading import check_stored, read_columns, read_rows, read_tensor
+from tests.shared import open_in
 
 BLOCK = 1 << 12
 
@@ -191,15 +192,14 @@ def test_other_names_and_sizes_than_the_manifests_are_refused_before_more_is_rea
 
 
 def test_the_private_folder_goes_with_the_last_reader_and_holds_no_descriptor_after(folder):
-    before = len(os.listdir("/proc/self/fd"))
     opened, checkpoint = read(folder)
     place = opened.place
     del opened
     gc.collect()
-    assert place.is_dir()  # the checkpoint reads there
+    assert place.is_dir() and open_in(folder) and open_in(place)  # the checkpoint reads there
     del checkpoint
     gc.collect()
-    assert not place.exists() and len(os.listdir("/proc/self/fd")) == before
+    assert not place.exists() and not open_in(folder) and not open_in(place)
 
 
 def test_a_private_folder_that_others_could_exchange_is_not_used(folder, tmp_path, monkeypatch):
