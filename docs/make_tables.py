@@ -96,12 +96,8 @@ def _scheme_rows(notes: Notes) -> list[list[str]]:
 
 def _combined(word: str, scheme: LinearScheme) -> str:
     combination = COMBINATIONS[word]
-    name = combination.algorithm(scheme.weights, rotated=False)
+    name = combination.algorithm(scheme.weights)
     return f"{name}, {TUNE}" if combination.tunes(scheme, rotated=False) else name
-
-
-def _rotated(word: str) -> str:
-    return COMBINATIONS[word].algorithm(PRESETS["W4A16"].weights, rotated=True)
 
 
 def _each_word(cell: str) -> list[str]:
@@ -121,7 +117,7 @@ def _transform_rows(notes: Notes) -> list[list[str]]:
             [
                 f"`{transform}`",
                 *cells,
-                *(_rotated(word) if turn else "yes" for word in COMBINATIONS),
+                *("yes" for _ in COMBINATIONS),
             ]
         )
         if turn is not None:
@@ -134,7 +130,7 @@ def _transform_rows(notes: Notes) -> list[list[str]]:
                 [
                     f"`{transform}: {{{turn.MIXES_INPUTS}: true}}`",
                     *mixed,
-                    *map(_rotated, COMBINATIONS),
+                    *("yes" for _ in COMBINATIONS),
                 ]
             )
     return rows

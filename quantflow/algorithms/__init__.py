@@ -165,15 +165,9 @@ class Combination:
     steps: int
     sequences: int
 
-    def algorithm(self, weights: TensorScheme, *, rotated: bool) -> str:
-        """The algorithm that rounds such weights.
-
-        It is gptq for 8 bits and float8, and for rotations that `rounding` does not go with.
-        """
-        fits = _few_bits(weights) and not (
-            rotated and supports_of(self.rounding).rotations is not None
-        )
-        return self.rounding if fits else gptq.NAME
+    def algorithm(self, weights: TensorScheme) -> str:
+        """The algorithm that rounds such weights; gptq for 8 bits and float8."""
+        return self.rounding if _few_bits(weights) else gptq.NAME
 
     def smooths(self, scheme: LinearScheme) -> bool:
         """Whether the smoothing is searched.

@@ -17,7 +17,9 @@ The price: on the example model, whose linears have 256 to 1024 outputs, W4A16 h
 import torch
 from torch import Tensor
 
+from quantflow.core import orthogonal
 from quantflow.core.groups import spans
+from quantflow.core.orthogonal import HadamardRotation
 
 # Constants, since they decide which products are kept and so are part of the result.
 MOST = 2048
@@ -59,6 +61,38 @@ def scale_(sums: Tensor, factors: Tensor) -> Tensor:
     for rows in blocks(sums.shape[0]):
         block_of(sums, rows).mul_(factors[rows, None]).mul_(factors[rows])
     return sums
+
+
+def rotated(sums: Tensor, by: HadamardRotation) -> Tensor:
+    """The sums [O, W] of g Q, Q^T G Q, from those of g; products between blocks count as zero.
+
+    They are zero in G, where they were not kept, and are not kept of the result. A rotation that
+    mixes the outputs of several blocks takes 4 W O^2 additions and multiplications.
+
+    Args:
+        sums: [O, W] float32; not modified.
+        by: Q, of outputs y Q; each `by.size` outputs are rotated by themselves.
+    """
+    total, parts = torch.zeros_like(sums), blocks(sums.shape[0])
+    if width(sums.shape[0]) % by.size == 0:  # each block stays by itself
+        for rows in parts:
+            half = orthogonal.rotated(block_of(sums, rows), by)
+            block_of(total, rows).copy_(orthogonal.rotated(half.T, by))
+        return total
+    for old in parts:
+        places = torch.arange(old.start, old.stop)
+        units = sums.new_zeros(len(places), sums.shape[0])
+        units[torch.arange(len(places)), places] = 1
+        turned = orthogonal.rotated(units, by)  # the rows of Q that meet the block, [R, O]
+        half = block_of(sums, old) @ turned
+        for new in parts:
+            block_of(total, new).addmm_(turned[:, new].T, half[:, new])
+    return total
+
+
+def rotation_bytes(outputs: int) -> int:
+    """The most memory that `rotated` takes beside the sums, in bytes: its result and 3 [W, O]."""
+    return 4 * nbytes(outputs)
 
 
 def shrink_(sums: Tensor, *, share: float = 1.0) -> Tensor:

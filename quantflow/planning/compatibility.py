@@ -91,18 +91,16 @@ def check_tuning(name: str, scheme: LinearScheme, *, transforms: Transforms) -> 
 
 def check_transforms(
     name: str,
-    algorithm: str,
     transforms: Transforms,
     *,
     observer: str | None,
     histograms: bool,
     chosen: bool,
 ) -> None:
-    """Refuse transforms that do not go with how weights and static inputs are quantized.
+    """Refuse transforms that do not go with how static inputs and schemes are chosen.
 
     Args:
         name: name of the artifact, for the message.
-        algorithm: algorithm of linears that share an input.
         transforms: transforms in the order in which they run.
         observer: the recipe's `input_observer`.
         histograms: whether a histogram cuts the range of a static input.
@@ -117,9 +115,6 @@ def check_transforms(
             raise supports.histograms.error(
                 f"{name}: input_observer={observer!r} with transform {transform}"
             )
-        rotating = supports_of(algorithm).rotations
-        if rotating is not None and transform in ROTATIONS:
-            raise rotating.error(f"{name}: {algorithm} with transform {transform}")
         if chosen and supports.chosen_schemes is not None:
             raise supports.chosen_schemes.error(
                 f"{name}: target_bpw or max_kld with transform {transform}"

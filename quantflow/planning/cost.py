@@ -316,6 +316,8 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
         # gradients are read when the group's turn comes and are freed with it
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
+        if plan.needs_gradients and plan.rotation is not None:
+            factor += max(output_blocks.rotation_bytes(o) for o in outputs)
         peaks += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.learned is None:

@@ -174,10 +174,11 @@ class Plan:
     def observed(self) -> tuple[str, ...]:
         """Observers of inputs that quantize runs: those it sees anyway, and rotated ones.
 
-        Rotated inputs are in no measurement.
+        Rotated inputs are in no measurement. Gradients are: those by rotated outputs follow from
+        the measured ones.
         """
         wanted = requirements.seen_in_quantize(self.needs) if self.rotation is None else self.needs
-        return observers_for(wanted - {ROWS, HESSIAN_SUM.name})
+        return observers_for(wanted - {ROWS, HESSIAN_SUM.name, GRADIENT_SUM})
 
     @property
     def clips(self) -> bool:

@@ -208,7 +208,7 @@ def algorithm_of(entry: Quantize) -> str:
             )
         return learned.start
     if (combination := _combination_of(entry)) is not None:
-        return combination.algorithm(scheme.weights, rotated=_rotated(entry))
+        return combination.algorithm(scheme.weights)
     if algorithm not in ALGORITHMS:
         names = [*ALGORITHMS, *BLOCK_ALGORITHMS, *COMBINATIONS]
         raise UsageError(
@@ -281,10 +281,8 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
             needs |= {COUNTS.name} if scheme.input.observer != AmaxObserver.NAME else set()
             needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
     histograms = COUNTS.name in needs
-    algorithm = algorithm_of(entry)
     check_transforms(
         entry.name,
-        algorithm,
         transforms,
         observer=entry.input_observer,
         histograms=histograms,

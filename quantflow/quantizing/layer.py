@@ -68,6 +68,7 @@ from quantflow.quantizing.open_layer import (
     OpenLayer,
     RoundedLinear,
 )
+from quantflow.quantizing.rotated import Rotated
 from quantflow.quantizing.smoothing import smooth_
 from quantflow.quantizing.static_inputs import input_of
 from quantflow.quantizing.undercalibrated import (
@@ -355,6 +356,8 @@ def _gradient(
             f"measure again with --stats gradient, or --for with {opened.plan.algorithm} as the "
             "algorithm",
         )
+    if isinstance(opened.source, Rotated):
+        gradient_sum = opened.source.gradient_sum(name, gradient_sum)
     divisors = factors.get(f"{name}|divisors")
     return (
         gradient_sum

@@ -25,6 +25,7 @@ from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_
 from quantflow.models.read_ahead import ReadAhead
+from quantflow.numerics import output_blocks
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
 
@@ -136,6 +137,22 @@ class Rotated:
             return found
         turned = hadamard.residual(found, self.rotations.residual)
         return cast(name, turned, found.dtype, remedy=WIDER_MODEL)
+
+    def gradient_sum(self, name: str, sums: Tensor) -> Tensor:
+        """The `gradient_sum` of a linear of the rotated model, from that of the source.
+
+        Queries, keys and what stands behind a gate are not rotated, so their sums stay.
+
+        Args:
+            name: name of the linear.
+            sums: [O, W] float32 (quantflow/numerics/output_blocks.py).
+        """
+        _, group = self._groups[name]
+        if group.norm is None:
+            sums = output_blocks.rotated(sums, self.rotations.residual)
+        if name in self._values and self.rotations.head is not None:
+            sums = output_blocks.rotated(sums, self.rotations.head)
+        return sums
 
     def quantized(self, name: str) -> None:
         """None: nothing is quantized yet."""

@@ -72,9 +72,6 @@ ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
     float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,
-    rotations=Refusal(
-        remedy="gradients are those by the outputs as they are: leave it out, or use gptq"
-    ),
 )
 
 # Constants, since they order the sums and so are part of the result.

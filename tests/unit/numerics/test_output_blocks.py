@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantflow.core import orthogonal
 from quantflow.numerics import output_blocks
 
 
@@ -96,3 +97,24 @@ def test_a_part_of_the_outputs_keeps_the_products_that_both_its_blocks_and_the_w
         output_blocks.cut(held(whole), part),
         held((whole * mask)[part, part]) if count else torch.empty(0, 0),
     )
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 12])
+@pytest.mark.parametrize("most", [4, 6, 16, 64])
+def test_rotated_sums_are_blocks_of_the_whole_product(monkeypatch, size, most):
+    """Whole blocks, several to a rotation, and rotations across blocks that do not fit them."""
+    monkeypatch.setattr(output_blocks, "MOST", most)
+    monkeypatch.setattr(output_blocks, "ALIGNED", 2)
+    outputs = 48
+    gradients = torch.randn(100, outputs, generator=torch.Generator().manual_seed(0))
+    sums = held(gradients.T @ gradients)
+    whole = torch.zeros(outputs, outputs)
+    for rows in output_blocks.blocks(outputs):
+        whole[rows, rows] = output_blocks.block_of(sums, rows)
+    by = orthogonal.rotation(size, seed=1)
+    dense = orthogonal.rotated(torch.eye(outputs), by)
+    kept = sums.clone()
+    torch.testing.assert_close(
+        output_blocks.rotated(sums, by), held(dense.T @ whole @ dense), rtol=1e-4, atol=1e-3
+    )
+    assert torch.equal(sums, kept)

@@ -166,6 +166,18 @@ def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+def test_a_rotated_model_is_rounded_by_rotated_gradients_and_smoothed(llama, measured, tmp_path):
+    """The measurement's gradients serve; no observer of quantize's own takes inputs for them."""
+    transforms = ({"hadamard": {}}, {"smoothquant": {"alpha": "auto"}})
+    folder = made(llama, measured, tmp_path / "q", replace(ENTRY, transforms=transforms))
+    plan = json.loads((folder / "quantize.json").read_text())["plan"]
+    assert plan["algorithm"] == "yaqa"
+    for path in (folder / "layers").glob("*.json"):
+        for name, of in json.loads(path.read_text())["decisions"].items():
+            assert 0 < of["loss"] < of["loss_start"] < 1, name
+            assert "smoothquant" in of
+
+
 def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
     record = json.loads((best / "layers" / "00001.json").read_text())
     decisions = record["decisions"]["model.layers.1.self_attn.o_proj"]
@@ -337,15 +349,12 @@ def test_a_combination_is_the_algorithm_that_fits_the_scheme(word, algorithm, st
     assert statistics_for([entry]) == statistics
 
 
-def test_smoothing_goes_with_yaqa_and_rotations_with_best_alone():
+def test_smoothing_and_rotations_go_with_yaqa():
     assert algorithm_of(replace(ENTRY, transforms=({"awq": {}},))) == "yaqa"
     assert statistics_for([replace(ENTRY, transforms=({"awq": {}},))]) == ("mean_abs", "gradient")
     rotated = ({"hadamard": {}}, {"awq": {}})
-    assert algorithm_of(replace(ENTRY, transforms=rotated)) == "gptq"
-    with pytest.raises(
-        UsageError, match="best: yaqa with transform hadamard; .* leave it out, or use gptq"
-    ):
-        statistics_for([replace(ENTRY, algorithm="yaqa", transforms=rotated)])
+    assert algorithm_of(replace(ENTRY, transforms=rotated)) == "yaqa"
+    assert statistics_for([replace(ENTRY, transforms=rotated)]) == ("mean_abs", "gradient")
 
 
 AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
