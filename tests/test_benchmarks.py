@@ -950,6 +950,51 @@ def test_a_random_gpt_oss_has_the_released_names_and_runs_as_transformers_reads_
     assert torch.allclose(logits, expected, atol=1e-3, rtol=1e-3)
 
 
+MEMORY = """
+import re, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import runtime_quantflow
+
+def anonymous():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+settings = {"dtype": "bfloat16", "exact": False, "kv_cache": "auto", "threads": 2}
+kept = [runtime_quantflow.load(settings | {"artifact": sys.argv[2]})]
+begun = anonymous()
+kept.append(runtime_quantflow.load(settings | {"artifact": sys.argv[3]}))
+print(anonymous() - begun)
+"""
+
+
+def test_the_process_of_a_mixture_holds_its_weights_once(part, tmp_path):
+    """The first mixture, a small one, takes what a process has but once: modules, buffers."""
+    mixture, sizes = part("_mixture"), []
+    for name, layers in (("small", 1), ("large", 5)):
+        shape = mixture.MixtureShape(
+            hidden=1024,
+            intermediate=1024,
+            layers=layers,
+            heads=8,
+            kv_heads=2,
+            head_dim=64,
+            experts=8,
+            chosen=2,
+            vocab=4096,
+        )
+        mixture.make_mixture(tmp_path / name, shape, seed=3, tokenizer=EXAMPLE)
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")))
+    folders = [str(tmp_path / name) for name in ("small", "large")]
+    taken = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(BENCHMARKS / "peers"), *folders],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert 0.9 * sizes[1] < int(taken.stdout) < 1.3 * sizes[1]
+
+
 HOLD = """
 import sys
 from pathlib import Path

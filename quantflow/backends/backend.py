@@ -4,7 +4,7 @@ A backend is one way to compute `x @ W.T + bias` with a quantized weight; `quant
 the table. Requirements that several backends share stand here once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core.float8 import FLAVOURS
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 
 
@@ -175,6 +175,8 @@ class Backend:
         round_input: (x, the prepared weight) -> x in the form that the product takes, such as codes
             and scales. It depends on x and on the quantization of inputs alone, so linears of one
             input may share it: `linear` takes it as a fourth argument. None: the product takes x.
+        prepare_packed: (linears whose rows stand below each other, dtype of the inputs) -> what
+            `prepare` makes of them, from packed codes. None: `prepare` alone.
     """
 
     name: str
@@ -182,6 +184,7 @@ class Backend:
     linear: Callable[..., Tensor]
     requirements: tuple[Requirement, ...] = ()
     round_input: Callable[[Tensor, Any], Any] | None = None
+    prepare_packed: Callable[[Sequence[PackedLinear], torch.dtype], Any] | None = None
 
     def why_not(self, case: Case) -> str | None:
         """Why the backend cannot run a linear, in a sentence; None when it can."""

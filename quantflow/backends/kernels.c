@@ -437,6 +437,49 @@ int quantflow_linears(const struct weight *const *w, int64_t many, const int64_t
     return failed;
 }
 
+/* Codes of 4 bits as files hold them, two columns a byte, the even one in its lower half: a word has
+ * 8 columns of a row. They go to rows of `data` from `first` on, which has `lines` lines a row. */
+struct codes { const uint32_t *word; int64_t words, rows, first, lines; uint32_t *data; };
+enum { AT_ONCE = 16 }; /* words of a row: one line of the cache */
+
+/* The columns of a word in the order of a line: 0, 4, 1, 5, 2, 6, 3, 7. */
+INLINE uint32_t in_order_of_line(uint32_t word) {
+    uint32_t low = word & 0xffff, high = word >> 16; /* columns 0 to 3, and 4 to 7 */
+    low = (low | low << 8) & 0x00ff00ff, high = (high | high << 8) & 0x00ff00ff;
+    low = (low | low << 4) & 0x0f0f0f0f, high = (high | high << 4) & 0x0f0f0f0f;
+    return low | high << 4;
+}
+
+/* A unit: the rows that share 32 rows of lines. */
+static void arrange_rows(const void *context, int64_t unit) {
+    const struct codes *codes = context;
+    const int64_t block = codes->first / 32 + unit, last = codes->first + codes->rows;
+    const int64_t begin = block * 32 > codes->first ? block * 32 : codes->first;
+    const int64_t end = block * 32 + 32 < last ? block * 32 + 32 : last;
+    uint32_t *to = codes->data + block * codes->lines * 32 - block * 32;
+    for (int64_t at = 0; at < codes->words; at += AT_ONCE) {
+        const int64_t many = codes->words - at < AT_ONCE ? codes->words - at : AT_ONCE;
+        for (int64_t row = begin; row < end; row++) {
+            const uint32_t *from = codes->word + (row - codes->first) * codes->words + at;
+            uint32_t line[AT_ONCE];
+            if (many == AT_ONCE) /* a constant count, which becomes vectors */
+                for (int i = 0; i < AT_ONCE; i++) line[i] = in_order_of_line(from[i]);
+            else
+                for (int i = 0; i < many; i++) line[i] = in_order_of_line(from[i]);
+            for (int i = 0; i < many; i++) to[(at + i) * 32 + row] = line[i];
+        }
+    }
+}
+
+/* Arrange the codes of `rows` rows, `words` words each, as rows `first` and on of a weight's data,
+ * whose other rows and columns stay as they are. Linears that become one are so many calls. */
+void quantflow_arrange(const uint32_t *word, int64_t words, int64_t rows, int64_t first,
+                       int64_t lines, uint32_t *data) {
+    CHECK(word && data && rows > 0 && first >= 0 && words > 0 && words <= lines);
+    const struct codes codes = {word, words, rows, first, lines, data};
+    team_share(arrange_rows, &codes, (first + rows + 31) / 32 - first / 32, 4);
+}
+
 /* The places of the structure's fields, which Python compares with its own; field NULL: the end of
  * the structure, structure NULL: the end of the list. */
 struct field { const char *structure, *field; int64_t offset, bytes; };

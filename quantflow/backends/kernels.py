@@ -8,8 +8,11 @@ exactly, as those of most layouts are, are kept so.
 
 import ctypes
 import functools
+import math
+import mmap
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +23,7 @@ from torch.nn import functional
 
 from quantflow.backends import native
 from quantflow.core import affine, groups, microscaling
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -32,6 +35,7 @@ _ASIS, _INT8, _E4M3 = 0, 1, 2
 _LANES = 16  # rows of a register
 _ROWS = 64  # rows are padded to a multiple of this
 COLUMNS = 16  # columns are padded to a multiple of this; a group's columns must be one
+_OWN_MAPPING = 1 << 20  # bytes from which a tensor is a mapping of its own
 # |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, the
 # offset that it begins with included.
 MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
@@ -88,10 +92,8 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     kind = wide_kind if weight.scheme.num_bits > 4 else narrow_kind
     input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
     integer = inputs is not None and inputs.kind == "int"
-    scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
-    narrow = scale.to(torch.bfloat16)
-    wide = not torch.equal(narrow.float(), scale)
-    tensors = {"data": _data(weight, kind, group=group), "scale": scale if wide else narrow}
+    scale = _scales(weight.scale.expand(rows, -1))
+    tensors = {"data": _data(weight, kind, group=group), "scale": scale}
     if kind == _W4 and weight.zero_point is not None:
         tensors["zero"] = _lanes(
             (weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8
@@ -109,10 +111,49 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
         input_grouped=inputs is not None and inputs.granularity == "per_group",
         kind=kind,
         input=_ASIS if inputs is None else _INT8 if integer else _E4M3,
-        wide=wide,
+        wide=scale.dtype == torch.float32,
         bf16=dtype == torch.bfloat16,
     )
     return _prepared(record, tensors, dtype)
+
+
+def prepare_packed(linears: Sequence[PackedLinear], dtype: torch.dtype) -> Prepared:
+    """Arrange linears with rows below each other as one weight: that of `prepare`, to the bit.
+
+    Codes go from where they are read to their lines, so that no qvalue is unpacked.
+
+    Args:
+        linears: linears of one scheme and one number of input features.
+        dtype: dtype of the inputs.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    group = linears[0].scheme.weights.group_size
+    assert group is not None  # weights of e2m1 are in groups
+    rows, columns = sum(linear.shape[0] for linear in linears), linears[0].shape[1]
+    lines = columns // 8  # COLUMNS divides a group, and a group the columns
+    data = lasting((rows + -rows % _ROWS) // 32, lines, 2, _LANES, dtype=torch.int32)
+    arrange, first = native.library(SOURCE).quantflow_arrange, 0
+    arrange.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p]
+    arrange.restype = None
+    for linear in linears:
+        codes, count = linear.codes.contiguous(), linear.shape[0]
+        arrange(codes.data_ptr(), lines, count, first, lines, data.data_ptr())
+        first += count
+    scales = [linear.scale for linear in linears]
+    scale = _scales(scales[0] if len(scales) == 1 else torch.cat(scales))
+    record = _Weight(
+        rows=rows,
+        columns=columns,
+        group=group,
+        groups=columns // group,
+        kind=_F4,
+        input=_ASIS,
+        wide=scale.dtype == torch.float32,
+        bf16=dtype == torch.bfloat16,
+    )
+    return _prepared(record, {"data": data, "scale": scale}, dtype)
 
 
 def dump(prepared: Prepared) -> dict[str, Tensor]:
@@ -258,6 +299,29 @@ def linear(
     return result  # [..., O]
 
 
+def lasting(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for values that stay as long as the model.
+
+    Large ones are a mapping of their own. glibc's heap would put them between the larger tensors
+    of which they are made, and keep the holes that these leave: twice the memory of the weights.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _OWN_MAPPING:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _scales(scale: Tensor) -> Tensor:
+    """Scales of rows and groups, [O, G] float32, as [B, G, 16], in bfloat16 where it has them."""
+    lanes = _lanes(scale, padding=0)
+    narrow = lanes.to(torch.bfloat16)
+    return narrow if torch.equal(narrow.float(), lanes) else lanes
+
+
 def _lanes(values: Tensor, *, padding: int) -> Tensor:
     """Values of rows and groups, [O, G], as [B, G, 16] of whole 64 rows."""
     padded = functional.pad(values, (0, 0, 0, -len(values) % _ROWS), value=padding)
@@ -287,7 +351,8 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
         codes = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, lines, 4]
     words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
     # [O / 32, lines, 2, 16]
-    return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()
+    in_lines = words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2)
+    return lasting(*in_lines.shape, dtype=torch.int32).copy_(in_lines)
 
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:

@@ -71,7 +71,11 @@ _OURS = (
 
 BACKENDS = tuple(
     backend.Backend(
-        name=name, requirements=(*own, *_OURS), prepare=kernels.prepare, linear=kernels.linear
+        name=name,
+        requirements=(*own, *_OURS),
+        prepare=kernels.prepare,
+        linear=kernels.linear,
+        prepare_packed=kernels.prepare_packed if name == "mx" else None,
     )
     for name, own in {
         "w8a8": (backend.INT8_WEIGHTS, backend.INT8_INPUTS),

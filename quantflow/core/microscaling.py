@@ -101,5 +101,6 @@ def pack_e8m0(scale: Tensor) -> Tensor:
 
 def unpack_e8m0(code: Tensor) -> Tensor:
     """Undo `pack_e8m0`: float32 of code's shape; 255 gives NaN."""
-    scale = torch.ldexp(torch.ones(code.shape, device=code.device), code.int() - 127)
-    return scale.masked_fill(code == NAN_E8M0, torch.nan)
+    # the code is the exponent of a float32; 2^-127 alone is below the least normal one
+    bits = code.int().bitwise_left_shift_(23).masked_fill_(code == 0, 1 << 22)
+    return bits.view(torch.float32).masked_fill_(code == NAN_E8M0, torch.nan)

@@ -49,6 +49,31 @@ def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:
     return float8.FLAVOURS[scheme.float8].dtype if scheme.kind == "float" else torch.int8
 
 
+def require_scales(name: str, scale: Tensor, scheme: TensorScheme) -> None:
+    """Refuse scales of a weight that are none (`affine.is_scale`).
+
+    Args:
+        name: weight's name, for messages.
+        scale: scales, of any shape.
+        scheme: scheme of the weight.
+
+    Raises:
+        SchemeError: naming `name` and the first value that is no scale.
+    """
+    bad = ~affine.is_scale(scale, scheme)
+    if bad.any():
+        value = scale[bad][0].item()
+        remedy = "quantize the weight again"
+        if math.isinf(value):  # `affine.stored` says so of a weight beyond the scales' dtype
+            remedy = (
+                "quantize with a scheme whose scales have the model's dtype, such as W4A16, or "
+                "leave the linear out with --ignore"
+            )
+        raise SchemeError(
+            f"{name}: scale {value}, it is finite and {affine.sign_of_scales(scheme)}", remedy
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # == on tensors has no single answer; identity does
 class QTensor:
     """A quantized two-dimensional weight.
@@ -131,19 +156,7 @@ class QTensor:
         Raises:
             SchemeError: naming `name` and the first value that is out of range.
         """
-        bad = ~affine.is_scale(self.scale, self.scheme)
-        if bad.any():
-            value = self.scale[bad][0].item()
-            remedy = "quantize the weight again"
-            if math.isinf(value):  # `affine.stored` says so of a weight beyond the scales' dtype
-                remedy = (
-                    "quantize with a scheme whose scales have the model's dtype, such as W4A16, or "
-                    "leave the linear out with --ignore"
-                )
-            raise SchemeError(
-                f"{name}: scale {value}, it is finite and {affine.sign_of_scales(self.scheme)}",
-                remedy,
-            )
+        require_scales(name, self.scale, self.scheme)
         block_rows = self.scheme.block_rows
         if block_rows > 1 and not torch.equal(
             groups.expand_rows(self.scale[::block_rows], block_rows, len(self.scale)), self.scale
@@ -234,6 +247,29 @@ class QTensor:
         if self.zero_point is None or self.scheme.block is None or not self.scheme.minima:
             return None
         return blocks.stored_minima(self.scale * self.zero_point, self.scheme.block)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedLinear:
+    """A linear with weights of e2m1 in groups, its codes two to a byte as files hold them.
+
+    Its qvalues are `microscaling.unpack_e2m1(codes)`, which take twice the memory. Whoever makes
+    one has checked the scales: each is finite and positive.
+
+    Attributes:
+        codes: [O, I / 2] uint8, contiguous, the even column in the lower half.
+        scale: [O, G] float32.
+        scheme: scheme of the linear; it leaves inputs alone.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scheme: LinearScheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

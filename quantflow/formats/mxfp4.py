@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import microscaling
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, TensorPart
@@ -107,6 +107,15 @@ class MXFP4Layout:
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
         """The linear; see `TensorLayout.decode`."""
+        linear = self.packed(name, tensors, scheme)
+        values = microscaling.unpack_e2m1(linear.codes)
+        weight = checked(name, QTensor(qvalue=values, scale=linear.scale, scheme=scheme.weights))
+        return QuantizedLinear(weight=weight, scheme=scheme)
+
+    def packed(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> PackedLinear:
+        """The linear with its codes as stored; see `PackedLayout.packed`."""
         blocks, scales = self.tensor_names(name, scheme)
         packed = matrix(tensors, blocks)
         rows, width = packed.shape[0], 2 * packed.shape[1]
@@ -114,9 +123,7 @@ class MXFP4Layout:
         codes = tensor(tensors, scales, (torch.uint8,), (rows, width // _GROUP))
         if bad := int((codes == microscaling.NAN_E8M0).sum()):
             raise InputError(f"{scales}: {bad} of {codes.numel()} scales are NaN", _AGAIN)
-        values, scale = microscaling.unpack_e2m1(packed), microscaling.unpack_e8m0(codes)
-        weight = checked(name, QTensor(qvalue=values, scale=scale, scheme=scheme.weights))
-        return QuantizedLinear(weight=weight, scheme=scheme)
+        return PackedLinear(codes=packed, scale=microscaling.unpack_e8m0(codes), scheme=scheme)
 
     def quantization_config(
         self,

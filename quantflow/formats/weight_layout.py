@@ -10,14 +10,14 @@ weight. Its config.json says the rest. Both have to agree with the shapes of the
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from quantflow.core import affine
 from quantflow.core.groups import to_groups
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.files.safetensors_header import TensorInfo
@@ -51,6 +51,19 @@ class TensorLayout(Protocol):
         Raises:
             InputError: a tensor is missing, or has another dtype, shape or value than the scheme
                 allows; it names the tensor.
+        """
+
+
+@runtime_checkable
+class PackedLayout(TensorLayout, Protocol):
+    """A layout whose codes of e2m1 a kernel takes as they are stored."""
+
+    def packed(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> PackedLinear | None:
+        """The linear that `decode` returns, its codes packed; None where it has other weights.
+
+        Args and errors are those of `decode`.
         """
 
 

@@ -21,6 +21,7 @@ from quantflow.models.once import BLOCK, fill
 # elements that are checked together: the copy of their exponents stays in the cache
 _CHECK_ELEMENTS = 1 << 20
 _PIECE = 8 << 20  # bytes at once of a tensor that is only checked
+_STRIDED = 1 << 20  # bytes at once of a tensor with strides
 # the integer of the dtype's size, and the bits that are all set in a value that is not finite
 NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF << 52),
@@ -89,14 +90,30 @@ def read_tensor(
 
 
 def _strided(path: Path, info: TensorInfo) -> Tensor:
-    """Read a tensor with strides; the bytes between its elements are read too."""
+    """Read a tensor with strides; the bytes between its elements are read too.
+
+    They are read in pieces, which stay in the cache until the elements are taken from them.
+    """
     assert info.strides is not None
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True)
-    )
-    around = torch.empty(span, dtype=_dtype(path, info))
-    _read(path, info, around, info.offset)
-    return around.as_strided(info.shape, info.strides).contiguous()
+    tensor = torch.empty(info.shape, dtype=_dtype(path, info))
+    if not tensor.numel():
+        return tensor
+    row = _span(info.shape[1:], info.strides[1:])  # elements from a row's first to its last
+    stride, count = info.strides[0], info.shape[0]  # rows of a piece
+    if stride >= row:  # rows of a transpose lie within each other: it is one piece
+        count = min(count, max(1, _STRIDED // (stride * tensor.itemsize)))
+    around = torch.empty((count - 1) * stride + row, dtype=tensor.dtype)
+    for first in range(0, info.shape[0], count):
+        rows = tensor[first : first + count]
+        piece = around[: (len(rows) - 1) * stride + row]
+        _read(path, info, piece, info.offset + first * stride * tensor.itemsize)
+        rows.copy_(piece.as_strided(rows.shape, info.strides))
+    return tensor
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a part with strides, both counted."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def read_file(path: Path) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ they are read. A tensor that is missing, unknown or used twice is an error.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from quantflow.backends import choose, reference
 from quantflow.backends.backend import Backend, Case
 from quantflow.core.device import HOST, Device
 from quantflow.core.kv import KVScales
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
 from quantflow.files.canonical import read_json
@@ -37,7 +37,7 @@ from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.files.sealed import SealedFolder
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
-from quantflow.formats.weight_layout import TensorLayout
+from quantflow.formats.weight_layout import PackedLayout, TensorLayout
 from quantflow.models.model_tensors import ModelTensors, listed, require_shapes
 from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_, release_, twins
@@ -167,15 +167,43 @@ class Artifact:
         if placement.elsewhere and f"{name}.weight_shape" in tensors:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = self.layout.decode(name, tensors, placement.scheme)
-        stored, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
-        _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
-        bias = None if info is None else list(info.shape)
-        if stored != wanted or bias not in (None, wanted[:1]):
-            cause = f"{name}: weight is {stored}, bias {bias}, the model needs {wanted}"
-            raise InputError(cause, _OTHER_MODEL)
+        self._require_shape(name, linear.weight.qvalue.shape)
         if not self.manifest:  # another program's folder, which has no hashes
             require_one_order(name, linear)
         return linear.to(self.linears_device or self.device)
+
+    def packed(self, name: str) -> PackedLinear | None:
+        """Read and check the quantized linear `name` with its codes packed.
+
+        None where its weights or its layout are others, or where it will be on a device.
+
+        Raises:
+            InputError: see `decode`.
+        """
+        scheme = self.linears[name].scheme
+        weights, device = scheme.weights, self.linears_device or self.device
+        if (weights.kind, weights.num_bits, scheme.input) != ("float", 4, None):
+            return None
+        if not isinstance(self.layout, PackedLayout) or device.type != "cpu":
+            return None
+        tensors = read_tensors(self.checkpoint, self.layout.tensor_names(name, scheme))
+        linear = self.layout.packed(name, tensors, scheme)
+        if linear is not None:
+            self._require_shape(name, linear.shape)
+        return linear
+
+    def _require_shape(self, name: str, stored: Sequence[int]) -> None:
+        """Refuse a linear whose weight or bias has another shape than the model's.
+
+        Raises:
+            InputError: naming the linear.
+        """
+        wanted = list(self.linears[name].shape)
+        _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
+        bias = None if info is None else list(info.shape)
+        if list(stored) != wanted or bias not in (None, wanted[:1]):
+            cause = f"{name}: weight is {list(stored)}, bias {bias}, the model needs {wanted}"
+            raise InputError(cause, _OTHER_MODEL)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
         """The decoded linear whose weight `name` is; None where it is not quantized."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quantflow import cpu_threads
+from quantflow import cpu_threads, process_memory
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.core import scheme
 from quantflow.distributed.communicator import Communicator
@@ -220,6 +220,7 @@ def load(
         lean_decoder = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
             kept.save()
+        process_memory.give_back_holes()  # between the weights, where they were made
         return loaded(artifact, lean_decoder, model=None, reasons=())
     if kv_cache != "auto":
         raise UsageError(

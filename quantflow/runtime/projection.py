@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantflow.backends import kernels
 from quantflow.backends.backend import Backend, Case
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QuantizedLinear
 from quantflow.distributed import joining
 from quantflow.errors import IntegrityError
 from quantflow.runtime.artifact import Artifact
@@ -94,7 +94,11 @@ def _plain(
 ) -> Projection:
     weights = [plain_weight(artifact, f"{name}.weight", pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32, order)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    weight = weights[0]
+    if len(weights) > 1:
+        rows = sum(map(len, weights))
+        weight = kernels.lasting(rows, weight.shape[1], dtype=weight.dtype)
+        torch.cat(weights, out=weight)
     return partial(
         product, weight=weight if order is None else weight[order], bias=bias, dtype=artifact.dtype
     )
@@ -112,6 +116,11 @@ def _quantized(
         )
         prepared: Any = kernels.restore(pack.get(key, dict), dtype, shape=(rows, columns))
         inputs = None
+    elif order is None and (packed := _packed(artifact, names)) is not None:
+        assert backend.prepare_packed is not None  # `_packed` says so
+        prepared, inputs = backend.prepare_packed(packed, dtype), None
+        if pack is not None:
+            pack.get(key, lambda: kernels.dump(prepared))
     else:
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:
@@ -133,6 +142,27 @@ def _quantized(
     return lambda x: linear(
         (x if inputs is None else x[..., inputs]).to(dtype), prepared, bias
     ).float()
+
+
+def _packed(artifact: Artifact, names: Sequence[str]) -> list[PackedLinear] | None:
+    """Linears that become one with their codes packed; None where they are to be decoded."""
+    placements = [artifact.linears[name] for name in names]
+    first = placements[0]
+    shape = (sum(placement.shape[0] for placement in placements), first.shape[1])
+    case = Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+    if (
+        first.backend.prepare_packed is None
+        or any((each.scheme, each.backend) != (first.scheme, first.backend) for each in placements)
+        or first.backend.why_not(case) is not None
+    ):
+        return None
+    linears = []
+    for name in names:
+        linear = artifact.packed(name)
+        if linear is None:
+            return None
+        linears.append(linear)
+    return linears
 
 
 def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:

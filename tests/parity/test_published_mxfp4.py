@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config
 
-from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.artifact import Artifact, open_folder
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
@@ -147,6 +147,24 @@ def test_the_lean_decoder_reads_its_experts_as_they_are(backend, published, thei
         found = [loaded.decoder.forward(ids[:, :40], last_only=False)]
         found += [loaded.decoder.forward(ids[:, at : at + 1])[:, None] for at in range(40, 60)]
     assert (torch.cat(found, dim=1) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "compressed-tensors"])
+def test_codes_that_stay_packed_while_they_are_loaded_give_the_same_bits(
+    form, published, tmp_path, monkeypatch
+):
+    folder = published
+    if form != "mxfp4":
+        folder = tmp_path / "a"
+        assert run("export", published, "-o", folder, "--format", form, "-q") == 0
+    ids, found = torch.arange(5, 65)[None], []
+    for never, instead in (("packed", lambda *_: None), ("decode", None)):
+        with monkeypatch.context() as patched:
+            patched.setattr(Artifact, never, instead)  # None: a call is an error
+            decoder = load(folder, decoder="lean", dtype=torch.bfloat16).decoder
+        decoder.begin(rows=1, capacity=60)
+        found.append([decoder.forward(ids[:, :59], last_only=False), decoder.forward(ids[:, 59:])])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 def test_inspect_generate_and_bench_take_it(published, capsys):

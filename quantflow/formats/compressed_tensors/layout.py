@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
@@ -99,6 +99,12 @@ class CompressedTensorsLayout:
             return compressed_tensors.encode(name, linear)
         stored_scales(name, linear.weight.scale, scale_dtype)
         return compressed_tensors.encode(name, linear, scale_dtype=scale_dtype)
+
+    def packed(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> PackedLinear | None:
+        """The linear with its codes as stored; see `PackedLayout.packed`."""
+        return None if name in self.ordered else compressed_tensors.packed(name, tensors, scheme)
 
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme

@@ -10,7 +10,7 @@ from quantflow.core import affine, float8, microscaling, packing
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import KVScales
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear, require_scales
 from quantflow.core.scheme import (
     FLOAT4,
     Layout,
@@ -308,21 +308,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         expected = torch.int8 if weights.kind == "int" else float8.FLAVOURS[weights.float8].dtype
         qvalue = _tensor(tensors, f"{name}.weight", expected)
     shape = _scale_shape(weights, qvalue.shape, name=name)
-    global_scale = None
-    if weights.scale_format == "e8m0":
-        codes = _tensor(tensors, f"{name}.weight_scale", torch.uint8, shape)
-        if (codes == microscaling.NAN_E8M0).any():
-            raise InputError(
-                f"{name}.weight_scale: scale nan (code {microscaling.NAN_E8M0})",
-                "scales are finite; export again",
-            )
-        scale = microscaling.unpack_e8m0(codes)
-    else:
-        scale = _scale(tensors, f"{name}.weight_scale", shape, weights=weights)
-    if weights.scale_format == "e4m3":
-        _tensor(tensors, f"{name}.weight_scale", torch.float8_e4m3fn)
-        global_scale = _scale(tensors, f"{name}.weight_global_scale", (1,))
-        scale = scale / global_scale
+    scale, global_scale = _scales_of(name, tensors, weights, shape)
     grid = (1, 1) if weights.granularity == "per_tensor" else shape
     zero_point = input_scale = input_zero_point = None
     if not weights.symmetric:
@@ -349,6 +335,45 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     return QuantizedLinear(
         weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point
     )
+
+
+def packed(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> PackedLinear | None:
+    """The linear that `decode` returns, its codes as stored; None where they are not e2m1's.
+
+    Args and errors are those of `decode`; see `weight_layout.PackedLayout`.
+    """
+    weights = scheme.weights
+    if (weights.kind, weights.num_bits, scheme.input) != ("float", 4, None):
+        return None
+    require_held(scheme)
+    codes = _tensor(tensors, f"{name}.weight_packed", torch.uint8)
+    shape = _scale_shape(weights, (*codes.shape[:-1], 2 * codes.shape[-1]), name=name)
+    scale, _ = _scales_of(name, tensors, weights, shape)
+    try:
+        require_scales(name, scale, weights)
+    except SchemeError as error:
+        raise InputError(error.cause, "the file is damaged; export again") from error
+    return PackedLinear(codes=codes, scale=scale, scheme=scheme)
+
+
+def _scales_of(
+    name: str, tensors: Mapping[str, Tensor], weights: TensorScheme, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Scales of a linear, float32 of `shape`, and its global scale, [1], where it has one."""
+    if weights.scale_format == "e8m0":
+        codes = _tensor(tensors, f"{name}.weight_scale", torch.uint8, shape)
+        if (codes == microscaling.NAN_E8M0).any():
+            raise InputError(
+                f"{name}.weight_scale: scale nan (code {microscaling.NAN_E8M0})",
+                "scales are finite; export again",
+            )
+        return microscaling.unpack_e8m0(codes), None
+    scale = _scale(tensors, f"{name}.weight_scale", shape, weights=weights)
+    if weights.scale_format != "e4m3":
+        return scale, None
+    _tensor(tensors, f"{name}.weight_scale", torch.float8_e4m3fn)
+    global_scale = _scale(tensors, f"{name}.weight_global_scale", (1,))
+    return scale / global_scale, global_scale
 
 
 def kv_tensor_names(attention: str) -> tuple[str, str]:

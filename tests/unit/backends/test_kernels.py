@@ -9,8 +9,8 @@ import torch
 
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.core import affine, float8
-from quantflow.core.microscaling import unpack_e2m1
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.microscaling import pack_e2m1, unpack_e2m1
+from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear
 from quantflow.core.scheme import (
     PRESETS,
     LinearScheme,
@@ -115,6 +115,53 @@ def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
         )
         columns = run(linear, torch.eye(6, dtype=dtype))  # [6, 127]
         assert torch.equal(columns.float().t(), qvalue.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["MXFP4A16", "NVFP4A16"])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [((1,), 32), ((64,), 96), ((90, 90), 128), ((70, 33, 1), 160), ((2048, 2048), 1024)],
+)
+def test_packed_codes_become_the_weight_that_unpacked_ones_become(
+    rows, columns, name, scale_dtype, dtype
+):
+    scheme = PRESETS[name]
+    linears = [
+        random_linear(name, (n, columns), scale_dtype=scale_dtype, scheme=scheme) for n in rows
+    ]
+    whole = random_linear(name, (sum(rows), columns), scheme=scheme)
+    whole = replace(
+        whole,
+        weight=replace(
+            whole.weight,
+            qvalue=torch.cat([each.weight.qvalue for each in linears]),
+            scale=torch.cat([each.weight.scale for each in linears]),
+        ),
+    )
+    packed = [
+        PackedLinear(
+            codes=pack_e2m1(each.weight.qvalue), scale=each.weight.scale, scheme=each.scheme
+        )
+        for each in linears
+    ]
+    expected, found = (
+        kernels.dump(each)
+        for each in (kernels.prepare(whole, dtype), kernels.prepare_packed(packed, dtype))
+    )
+    assert expected.keys() == found.keys()
+    for part, tensor in expected.items():
+        if part != "weight":
+            assert tensor.dtype == found[part].dtype and torch.equal(tensor, found[part])
+    fields = [name for name, _ in kernels._Weight._fields_ if name not in found]
+    records = [
+        kernels._Weight.from_buffer_copy(each["weight"].numpy().tobytes())
+        for each in (expected, found)
+    ]
+    assert [getattr(records[0], field) for field in fields] == [
+        getattr(records[1], field) for field in fields
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

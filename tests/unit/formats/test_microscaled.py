@@ -7,6 +7,7 @@ import torch
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.dtypes import NAMES
+from quantflow.core.microscaling import unpack_e2m1
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, scheme_words, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -100,6 +101,44 @@ def test_a_config_means_the_preset(name):
         {"q": SCHEMES[name]}, ignore=[], model_type="llama"
     )
     assert compressed_tensors.schemes_from_config(config, ["q"])["q"] == SCHEMES[name]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_is_what_is_decoded_where_codes_have_four_bits_and_inputs_are_left(name):
+    _, linears, dtype = made(name)
+    tensors = compressed_tensors.encode("q", linears["q"], scale_dtype=dtype)
+    packed = compressed_tensors.packed("q", tensors, SCHEMES[name])
+    assert (packed is None) == (name not in ("MXFP4A16", "NVFP4A16"))
+    if packed is not None:
+        expected = compressed_tensors.decode("q", tensors, SCHEMES[name])
+        assert packed.shape == (40, 96) and packed.scheme == expected.scheme
+        assert torch.equal(packed.scale, expected.weight.scale)
+        bits = unpack_e2m1(packed.codes).view(torch.uint8)
+        assert torch.equal(bits, expected.weight.qvalue.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("MXFP4A16", lambda t: t["q.weight_scale"][1, 2].fill_(255)),
+        ("NVFP4A16", lambda t: t["q.weight_scale"][1, 2].fill_(0)),
+        ("NVFP4A16", lambda t: t["q.weight_scale"][1, 2].fill_(-1)),
+        ("NVFP4A16", lambda t: t["q.weight_global_scale"].fill_(torch.inf)),
+        ("MXFP4A16", lambda t: t.pop("q.weight_packed")),
+        ("MXFP4A16", lambda t: t.update({"q.weight_packed": t["q.weight_packed"][:, :40]})),
+        ("MXFP4A16", lambda t: t.update({"q.weight_scale": t["q.weight_scale"].float()})),
+    ],
+)
+def test_packed_refuses_what_decode_refuses_with_the_same_words(name, change):
+    _, linears, dtype = made(name)
+    tensors = compressed_tensors.encode("q", linears["q"], scale_dtype=dtype)
+    change(tensors)
+    words = []
+    for read in (compressed_tensors.decode, compressed_tensors.packed):
+        with pytest.raises(InputError) as refused:
+            read("q", tensors, SCHEMES[name])
+        words.append(str(refused.value))
+    assert words[0] == words[1]
 
 
 def test_damaged_scales_are_refused_by_name():

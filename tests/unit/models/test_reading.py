@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from quantflow.errors import InputError
-from quantflow.models.reading import bytes_of, check_finite, read_once
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.models import reading
+from quantflow.models.reading import bytes_of, check_finite, read_once, read_tensor
 
 SIZE = 50_001  # more than twelve blocks, and no multiple of one
 
@@ -140,3 +142,40 @@ def test_the_ends_of_a_large_float_are_finite_and_what_lies_beyond_is_not(dtype)
     )
     for value in (math.inf, -math.inf, math.nan, -math.nan):
         assert not finite(torch.tensor([1.0, value], dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [
+        ((100, 16), (32, 1), 3),  # every other row of 16
+        ((100, 16), (32, 1), 19),
+        ((7, 5, 16), (160, 32, 1), 0),
+        ((100,), (2,), 1),
+        ((30, 40), (1, 30), 8),  # a transpose
+        ((1, 300), (900, 3), 0),
+        ((0, 16), (32, 1), 0),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 100, 1 << 20])
+def test_a_tensor_with_strides_is_read_in_pieces(
+    file: Path, monkeypatch: pytest.MonkeyPatch, shape, strides, offset, most: int
+) -> None:
+    monkeypatch.setattr(reading, "_STRIDED", most)
+    sizes, preadv = [], os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda *words: sizes.append(preadv(*words)) or sizes[-1], raising=True
+    )
+    info = TensorInfo(
+        name="t",
+        dtype="U8",
+        shape=shape,
+        offset=offset,
+        nbytes=math.prod(shape),
+        strides=strides,
+    )
+    found = read_tensor(file, info)
+    whole = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    assert found.is_contiguous() and torch.equal(found, whole.as_strided(shape, strides, offset))
+    row = 1 + sum((n - 1) * step for n, step in zip(shape[1:], strides[1:], strict=True))
+    if strides[0] >= row:  # a transpose is one piece
+        assert max(sizes, default=0) <= max(most, row)
