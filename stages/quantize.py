@@ -115,6 +115,7 @@ def command(
              quantflow quantize ./llama -o llama-w4a16 --scheme W4A16 --head W8A16
              quantflow quantize ./llama -o llama-fp8 --scheme FP8 --kv-cache FP8
              quantflow quantize ./llama -o llama-mixed --target-bpw 4.25
+             quantflow quantize ./llama -o llama-gguf --scheme Q4_K_M --target-bpw 4.25
              quantflow quantize ./llama -o 2-quantize --scheme W4A16 --measurement 1-measure
              quantflow quantize ./llama -o shards --scheme W4A16 --measurement 1-measure --ranks 4
              quantflow quantize ./llama-gptq -o llama-fp8 --scheme FP8_DYNAMIC --dequantize

@@ -18,6 +18,7 @@ from torch import Tensor
 from quantflow.core import groups
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import StatisticsError
+from quantflow.numerics.block_grids import positive
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 
@@ -82,7 +83,8 @@ def predicted_divergence(
         importance=importance,
         either_sign=either_sign,
     )
-    error = rounded({name: weight}, grids, scheme)[name].dequantize() - weight.float()  # [R, I]
+    nearest = rounded({name: weight}, grids, scheme, importance=positive(importance))[name]
+    error = nearest.dequantize() - weight.float()  # [R, I]
     total = torch.zeros((), dtype=torch.float64)
     for part in groups.row_units(error):
         total += (error[part].double().square() @ column_factors.double()) @ chosen[part].double()

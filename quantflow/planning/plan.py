@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
-from quantflow.core.block_types import SMALLER
+from quantflow.core.block_types import BLOCK_TYPES, SMALLER
 from quantflow.core.groups import COMMON_SIZES, group_size_for
 from quantflow.core.scheme import (
     MIXTURES,
@@ -376,11 +376,19 @@ def _schemes(
         name: None if name in ignored else base for name in graph.linears
     }
     adapts = set(schemes) if entry.group_size is None else set()
+    named = overridden(entry, graph)  # a name of both a type and a mixture means the type there
     for override in entry.overrides:
         for name in matching(override.match, list(graph.linears), f"{entry.name}: overrides"):
             schemes[name] = None if name in ignored else override_of(entry, override)
             adapts = adapts - {name} if override.group_size is not None else adapts | {name}
-    schemes |= _of_mixtures(schemes, graph, weighed=_weighed(entry))
+    of_mixtures = {
+        name: scheme
+        for name, scheme in schemes.items()
+        if scheme is not None
+        and scheme.name in MIXTURES
+        and not (name in named and scheme.name in BLOCK_TYPES)
+    }
+    schemes |= _of_mixtures(of_mixtures, graph, weighed=_weighed(entry))
     for name in adapts:
         scheme = schemes[name]
         features = _features(shapes, name)
@@ -409,10 +417,10 @@ def _schemes(
 
 
 def _of_mixtures(
-    schemes: Mapping[str, LinearScheme | None], graph: Graph, *, weighed: bool
-) -> dict[str, LinearScheme | None]:
-    """Schemes of the linears that were given a mixture of types, by their role in a layer."""
-    by_linear: dict[str, LinearScheme | None] = {}
+    mixtures: Mapping[str, LinearScheme], graph: Graph, *, weighed: bool
+) -> dict[str, LinearScheme]:
+    """The scheme of every linear that was given a mixture of types, by its role in a layer."""
+    by_linear: dict[str, LinearScheme] = {}
     experts = max(layer.experts for layer in graph.layers)
     for number, layer in enumerate(graph.layers):
         position = Position(
@@ -422,12 +430,12 @@ def _of_mixtures(
             experts=experts,
             weighed=weighed,
         )
-        for name in layer.linears:
-            scheme = schemes.get(name)
-            if scheme is not None and scheme.name in MIXTURES:
-                family = graph.family.model_type
-                kind = type_of(scheme.name, layer.inside(name), family=family, position=position)
-                by_linear[name] = preset(kind)
+        for name in mixtures.keys() & set(layer.linears):
+            family = graph.family.model_type
+            kind = type_of(
+                mixtures[name].name, layer.inside(name), family=family, position=position
+            )
+            by_linear[name] = preset(kind)
     return by_linear
 
 

@@ -484,7 +484,9 @@ class Quantize:
         "that a token reads: experts by the share of them that it is sent to.",
     )
     candidates: tuple[Candidate, ...] | None = setting(
-        None, help="Schemes to choose from; null is integers of 2 to 8 bits."
+        None,
+        help="Schemes to choose from; null is integers of 2 to 8 bits, or beside a type of "
+        "llama.cpp its types.",
     )
     expect: str = setting("pass", help="Expected outcome of the gate: pass or fail.")
 

@@ -13,6 +13,7 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
+from quantflow.formats.llama_cpp import gguf
 from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.mtp import MtpPlan
@@ -194,6 +195,18 @@ def quantized_bytes(name: str, scheme: LinearScheme, info: TensorInfo) -> int:
     return sum(
         _spec_bytes(dtype, shape) for dtype, shape in quantized_specs(name, scheme, info).values()
     )
+
+
+def counted_bits(name: str, scheme: LinearScheme, info: TensorInfo) -> int:
+    """Bits of the linear `name` where it will run: of the artifact's tensors, or of GGUF blocks.
+
+    An artifact holds a qvalue of llama.cpp's types in more bits than a block does.
+    """
+    kind = scheme.weights.block
+    if kind is None:
+        return 8 * quantized_bytes(name, scheme, info)
+    _, blocks = gguf.BLOCKS[kind.name]
+    return 8 * blocks.nbytes * (elements_of(info) // blocks.elements)
 
 
 def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[str, Spec]:

@@ -25,7 +25,7 @@ from quantflow.planning.cost import need_choice
 from quantflow.planning.plan import Plan, overridden
 from quantflow.planning.recipe import ACTIVE, Candidate, Quantize, Resources
 from quantflow.planning.resources import grant
-from quantflow.planning.sizes import elements_of, model_size, quantized_bytes
+from quantflow.planning.sizes import counted_bits, elements_of, model_size
 from quantflow.progress import Progress
 from quantflow.quantizing.job import SchemeChoice
 from quantflow.quantizing.measurement_input import known_hashes, measurement_of, refuse_foreign
@@ -143,7 +143,7 @@ def _worked_out(
         fixed=(
             sum(elements_of(infos[f"{name}.weight"]) * shares[name] for name in kept),
             sum(
-                8 * quantized_bytes(name, schemes[name], infos[f"{name}.weight"]) * shares[name]
+                counted_bits(name, schemes[name], infos[f"{name}.weight"]) * shares[name]
                 for name in kept
             ),
         ),

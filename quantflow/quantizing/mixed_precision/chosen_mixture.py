@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantflow.core.scheme import preset
+from quantflow.core.scheme import MIXTURES, preset
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, digest_of, read_json
@@ -178,7 +178,9 @@ class ChosenMixture:
     def resolved(self) -> Quantize:
         """The entry that spells the choice out, as a recipe that is run again has it."""
         size = self.entry.group_size or preset(self.entry.scheme).weights.group_size
-        base = Candidate(scheme=self.entry.scheme, group_size=size)
+        # a mixture of llama.cpp's gives linears types by their role, so that each is spelled out
+        mixes = self.entry.scheme in MIXTURES
+        base = None if mixes else Candidate(scheme=self.entry.scheme, group_size=size)
         chosen = {
             name: self.candidates[pick]
             for item, pick in zip(self.items, self.picks, strict=True)
@@ -365,12 +367,14 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
         return None
 
 
-def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph) -> list[Override]:
+def overrides_for(
+    chosen: Mapping[str, Candidate], base: Candidate | None, graph: Graph
+) -> list[Override]:
     """Overrides that give every linear its candidate; linears that get `base` need none.
 
     Args:
         chosen: linear -> candidate.
-        base: the entry's own scheme and group size.
+        base: the entry's own scheme and group size; None where each linear needs an override.
         graph: the model's linears.
     """
     layers: dict[tuple[str, Candidate], list[int]] = {}

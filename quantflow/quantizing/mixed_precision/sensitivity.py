@@ -2,15 +2,19 @@
 
 One pass over the weights computes them. Linears that runtimes fuse (q/k/v, gate/up) are one item,
 any other is one by itself. All linears of a layer's experts are one item: engines have them in one
-tensor. A shared expert's are none of them. Of each weight a sample of rows is read, fewer of each
-expert where there are many. An expert's sensitivity is that of the tokens that it was sent, so one
-that got none costs nothing.
+tensor. A shared expert's are none of them. llama.cpp fuses nothing, and has a tensor for each of
+its experts' linears: among its types a linear is one item, for all experts of a layer together.
+
+Of each weight a sample of rows is read, fewer of each expert where there are many, and an eighth
+for types with a codebook, whose nearest entry takes a comparison with all of them. An expert's
+sensitivity is that of the tokens that it was sent, so one that got none costs nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, preset
@@ -25,12 +29,13 @@ from quantflow.numerics.sensitivity import ROWS, predicted_divergence, sampled_r
 from quantflow.observers.fisher import SQUARE_SUM
 from quantflow.planning.recipe import Candidate, Quantize
 from quantflow.planning.requirements import scheme_of
-from quantflow.planning.sizes import elements_of, quantized_bytes
+from quantflow.planning.sizes import counted_bits, elements_of
 from quantflow.progress import Progress
 
 FORMAT = FORMATS[DEFAULT]
 BITS = (2, 3, 4, 5, 6)
 GROUP_SIZES = (32, 64, 128)
+_FEWEST = 16  # rows of a weight that stand for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +60,16 @@ class ChoiceItem:
 def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
     """The schemes to choose from: the entry's, or all with its inputs and zero points.
 
+    Beside one of llama.cpp's types they are its types, without those of three points.
+
     Raises:
-        UsageError: a candidate that rounds inputs, float8 among them, or that is no scheme.
+        UsageError: a candidate that rounds inputs, float8 among them, or that is no scheme; or
+            llama.cpp's types beside others.
     """
+    if entry.candidates is None and _of_llama_cpp(entry):
+        return tuple(
+            Candidate(scheme=name) for name, kind in BLOCK_TYPES.items() if len(kind.points) != 3
+        )
     if entry.candidates is None:
         kind = "" if preset(entry.scheme).weights.symmetric else "_ASYM"
         grouped = [
@@ -77,6 +89,14 @@ def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
                 f"{entry.name}: candidate {candidate.scheme}",
                 "choose from schemes of integer weights and inputs as they are",
             )
+    of_llama_cpp = [each.scheme for each in entry.candidates if each.scheme in BLOCK_TYPES]
+    others = [each.scheme for each in entry.candidates if each.scheme not in BLOCK_TYPES]
+    if of_llama_cpp and others:
+        raise UsageError(
+            f"{entry.name}: candidates {of_llama_cpp[0]} and {others[0]}",
+            f"choose among llama.cpp's types ({', '.join(BLOCK_TYPES)}) or among others: no file "
+            "holds both",
+        )
     return entry.candidates
 
 
@@ -108,12 +128,13 @@ def items_of(
     }
     items = []
     rows = _rows(layer.experts)
-    for members, expert in _units(layer, frozenset(wanted)):
+    apart = all(scheme.weights.block is not None for scheme in schemes.values())
+    for members, expert in _units(layer, frozenset(wanted), apart=apart):
         infos = {name: source.checkpoint.infos[f"{name}.weight"] for name in members}
         fitting = {
             n: s
             for n, s in schemes.items()
-            if all(_divides(s, info.shape[1]) for info in infos.values())
+            if all(_fits(s, info.shape[1]) for info in infos.values())
         }
         if not fitting:
             raise UsageError(
@@ -129,7 +150,7 @@ def items_of(
                 weights=sum(elements_of(info) for info in infos.values()),
                 options={
                     number: (
-                        sum(8 * quantized_bytes(name, scheme, infos[name]) for name in members),
+                        sum(counted_bits(name, scheme, infos[name]) for name in members),
                         sum(cost[number] for cost in costs),
                     )
                     for number, scheme in fitting.items()
@@ -140,19 +161,24 @@ def items_of(
     return items
 
 
-def _units(layer: Layer, wanted: frozenset[str]) -> Iterator[tuple[list[str], bool]]:
-    """Yield linears that get one scheme, and whether they are those of a layer's experts."""
-    experts = []
+def _units(
+    layer: Layer, wanted: frozenset[str], *, apart: bool
+) -> Iterator[tuple[list[str], bool]]:
+    """Yield linears that get one scheme, and whether they are those of a layer's experts.
+
+    `apart` is llama.cpp's way: nothing is fused.
+    """
+    experts: dict[str, list[str]] = {}
     for group in layer.groups:
         names = [name for name in group.linears if name in wanted]
         if group.expert is not None:
-            experts += names
-        elif group.fused and names:
+            for name in names:
+                experts.setdefault(name.rpartition(".")[2] if apart else "", []).append(name)
+        elif group.fused and names and not apart:
             yield names, False
         else:
             yield from (([name], False) for name in names)
-    if experts:
-        yield experts, True
+    yield from ((names, True) for names in experts.values())
 
 
 def share_of(layer: Layer, name: str) -> float:
@@ -163,7 +189,7 @@ def share_of(layer: Layer, name: str) -> float:
 
 def _rows(experts: int) -> int:
     """Rows that are sampled of each linear of as many experts: 4096 of all, and 16 at least."""
-    return min(ROWS, max(16, 8 * ROWS // max(experts, 1)))
+    return min(ROWS, max(_FEWEST, 8 * ROWS // max(experts, 1)))
 
 
 def all_items(
@@ -188,8 +214,14 @@ def all_items(
     return items
 
 
-def _divides(scheme: LinearScheme, in_features: int) -> bool:
-    return in_features % (scheme.weights.group_size or in_features) == 0
+def _fits(scheme: LinearScheme, in_features: int) -> bool:
+    kind = scheme.weights.block
+    size = scheme.weights.group_size if kind is None else kind.elements
+    return in_features % (size or in_features) == 0
+
+
+def _of_llama_cpp(entry: Quantize) -> bool:
+    return preset(entry.scheme).weights.block is not None
 
 
 def _costs(
@@ -199,25 +231,32 @@ def _costs(
     most: int,
     name: str,
 ) -> dict[int, float]:
-    """The predicted cost of each scheme at a linear, from `most` of its rows."""
+    """The predicted cost of each scheme at a linear, from `most` of its rows, or from fewer."""
     file, info = source.checkpoint.tensors[f"{name}.weight"]
-    rows = sampled_rows(info.shape[0], most=most)
-    weight = read_rows(source.checkpoint.folder / file, info, rows)
+    fewer = max(min(most, _FEWEST), most // 8)
+    samples = {
+        count: read_rows(
+            source.checkpoint.folder / file, info, sampled_rows(info.shape[0], most=count)
+        )
+        for count in {most, fewer}
+    }
     factors = {
         "row_factors": statistic(measurement, name, site="gradient", statistic=SQUARE_SUM.name),
         "column_factors": statistic(
             measurement, name, site="guided_input", statistic=SQUARE_SUM.name
         ),
     }
-    return {
-        number: predicted_divergence(
-            weight,
+    costs = {}
+    for number, scheme in schemes.items():
+        kind = scheme.weights.block
+        count = fewer if kind is not None and kind.codebook is not None else most
+        costs[number] = predicted_divergence(
+            samples[count],
             scheme.weights,
             name=name,
             scale_dtype=FORMAT.scale_dtype(scheme, DTYPES[info.dtype]),
             either_sign=either_sign(scheme),
-            most=most,
+            most=count,
             **factors,
         )
-        for number, scheme in schemes.items()
-    }
+    return costs

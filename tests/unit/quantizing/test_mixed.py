@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.scheme import scheme_words
 from quantflow.errors import GateError, StatisticsError, UsageError
 from quantflow.exporting import export
@@ -37,7 +39,7 @@ from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.mixed_precision import chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
-from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, candidates_of
+from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, _units, candidates_of
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from tests.shared import run
@@ -583,6 +585,98 @@ def test_candidates_are_integers_of_all_widths_with_zero_points_where_the_scheme
                 candidates=(Candidate(scheme="FP8_DYNAMIC"),),
             )
         )
+
+
+def test_candidates_beside_a_type_of_llama_cpp_are_its_types():
+    types = [
+        each.scheme for each in candidates_of(Quantize(name="x", scheme="Q4_K_M", target_bpw=4))
+    ]
+    assert {"Q2_K", "IQ2_XXS", "IQ3_S", "IQ4_XS", "Q6_K", "Q8_0"} < set(types)
+    assert not {"TQ1_0", "TQ2_0"} & set(types) and set(types) < set(BLOCK_TYPES)
+    with pytest.raises(UsageError, match="candidates Q4_K and W4A16; choose among llama.cpp's"):
+        candidates_of(
+            Quantize(
+                name="x",
+                scheme="Q4_K",
+                target_bpw=4.0,
+                candidates=(Candidate(scheme="W4A16"), Candidate(scheme="Q4_K")),
+            )
+        )
+
+
+def test_a_choice_beside_a_mixture_of_llama_cpps_spells_out_every_linear(llama):
+    """Or a linear of that name would get the type that the mixture gives to its role."""
+    candidates = tuple(Candidate(scheme=name, group_size=32) for name in ("IQ3_S", "Q4_K", "Q5_K"))
+    entry = Quantize(name="mixed", scheme="IQ3_S", candidates=candidates, target_bpw=3.5)
+    chosen = mixture(llama, entry)
+    assert chosen.picks == (1, 0)
+    assert [each.scheme for each in chosen.resolved().overrides] == ["Q4_K", "IQ3_S"]
+
+
+def test_among_types_of_llama_cpp_bits_are_those_of_the_file_and_nothing_is_fused(
+    llama, measured, tmp_path
+):
+    """gguf-py counts the bytes. Rows of 64 inputs fit types with blocks of 32 alone."""
+    entry = Quantize(name="types", scheme="Q4_K_M", algorithm="rtn", target_bpw=5.2)
+    folder = quantize.run(
+        QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured), QUIET
+    )
+    assert run("export", folder, "-o", tmp_path / "a", "-q") == 0
+    assert run("export", tmp_path / "a", "-o", tmp_path / "f", "--format", "gguf", "-q") == 0
+    (file,) = (tmp_path / "f").glob("*.gguf")
+    tensors = [
+        tensor
+        for tensor in GGUFReader(file).tensors
+        if tensor.name.startswith("blk.") and "norm" not in tensor.name
+    ]
+    bits = sum(8 * int(tensor.n_bytes) for tensor in tensors)
+    told = record(folder)
+    weights = sum(int(tensor.n_elements) for tensor in tensors)
+    assert told["bits_per_weight"] == bits / weights
+    assert 4.9 < told["bits_per_weight"] <= 5.2
+    types = {tensor.name: tensor.tensor_type.name for tensor in tensors}
+    assert len(set(types.values())) > 1
+    assert all(len(item["linears"]) == 1 for item in told["items"])
+    resolved = recipe_from(read_yaml(folder / "recipe.yaml")).quantize[0]
+    source = open_source(llama)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    again = resolve(resolved, graph_for(source.config), shapes).schemes
+    assert sorted(scheme.name for scheme in again.values()) == sorted(types.values())
+
+
+def test_experts_of_a_layer_share_a_type_of_llama_cpp_tensor_by_tensor(family_model):
+    graph = graph_for(open_source(family_model("qwen3_moe")).config)
+    (layer, *_) = graph.layers
+    wanted = frozenset(layer.linears)
+    experts = [names for names, routed in _units(layer, wanted, apart=True) if routed]
+    assert [{name.rpartition(".")[2] for name in names} for names in experts] == [
+        {"gate_proj"},
+        {"up_proj"},
+        {"down_proj"},
+    ]
+    assert all(len(names) == layer.experts for names in experts)
+    (together,) = (
+        n for n, of_experts in _units(layer, frozenset(layer.linears), apart=False) if of_experts
+    )
+    assert sorted(together) == sorted(sum(experts, []))
+
+
+def test_an_override_by_a_name_of_both_a_type_and_a_mixture_means_the_type(llama):
+    """llama.cpp's file IQ3_S has other types in some linears, its type IQ3_S is one of them."""
+    source = open_source(llama)
+    graph = graph_for(source.config)
+    shapes = {f"{name}.weight": (256, 256) for name in graph.linears}
+    output = "re:.*o_proj$"
+    entry = Quantize(
+        name="x", scheme="IQ3_XXS", overrides=(Override(match=output, scheme="IQ3_XXS"),)
+    )
+    found = resolve(entry, graph, shapes).schemes
+    plain = resolve(replace(entry, overrides=()), graph, shapes).schemes
+    assert {s.name for n, s in plain.items() if n.endswith("o_proj")} == {"IQ3_S"}
+    assert {s.name for n, s in found.items() if n.endswith("o_proj")} == {"IQ3_XXS"}
+    assert {n: s for n, s in found.items() if not n.endswith("o_proj")} == {
+        n: s for n, s in plain.items() if not n.endswith("o_proj")
+    }
 
 
 @pytest.mark.parametrize(
