@@ -17,9 +17,8 @@ The price: on the example model, whose linears have 256 to 1024 outputs, W4A16 h
 import torch
 from torch import Tensor
 
-from quantflow.core import orthogonal
-from quantflow.core.groups import spans
-from quantflow.core.orthogonal import HadamardRotation
+from quantflow.core.groups import spans, unit_bytes
+from quantflow.core.orthogonal import HadamardRotation, rotate_rows_
 
 # Constants, since they decide which products are kept and so are part of the result.
 MOST = 2048
@@ -74,25 +73,33 @@ def rotated(sums: Tensor, by: HadamardRotation) -> Tensor:
         by: Q, of outputs y Q; each `by.size` outputs are rotated by themselves.
     """
     total, parts = torch.zeros_like(sums), blocks(sums.shape[0])
-    if width(sums.shape[0]) % by.size == 0:  # each block stays by itself
-        for rows in parts:
-            half = orthogonal.rotated(block_of(sums, rows), by)
-            block_of(total, rows).copy_(orthogonal.rotated(half.T, by))
-        return total
-    for old in parts:
-        places = torch.arange(old.start, old.stop)
-        units = sums.new_zeros(len(places), sums.shape[0])
-        units[torch.arange(len(places)), places] = 1
-        turned = orthogonal.rotated(units, by)  # the rows of Q that meet the block, [R, O]
-        half = block_of(sums, old) @ turned
-        for new in parts:
-            block_of(total, new).addmm_(turned[:, new].T, half[:, new])
+    apart = width(sums.shape[0]) % by.size == 0  # each block then stays by itself
+    for rows in parts:
+        if apart:
+            block = block_of(sums, rows)
+            half = rotate_rows_(torch.empty_like(block), block, by)
+            rotate_rows_(block_of(total, rows), half.T, by)
+        else:
+            _add_rotated_(total, block_of(sums, rows), rows, by)
     return total
 
 
+def _add_rotated_(total: Tensor, block: Tensor, rows: slice, by: HadamardRotation) -> None:
+    """Add what a block of products contributes to every block of the rotated sums."""
+    outputs = total.shape[0]
+    units = torch.zeros(len(block), outputs)
+    units.diagonal(rows.start).fill_(1)
+    # the rows of Q that meet the block, [R, O]
+    turned = rotate_rows_(torch.empty_like(units), units, by)
+    del units
+    half = block @ turned
+    for new in blocks(outputs):
+        block_of(total, new).addmm_(turned[:, new].T, half[:, new])
+
+
 def rotation_bytes(outputs: int) -> int:
-    """The most memory that `rotated` takes beside the sums, in bytes: its result and 3 [W, O]."""
-    return 4 * nbytes(outputs)
+    """The most memory that `rotated` takes beside the sums, in bytes: its result and 2 [W, O]."""
+    return 3 * nbytes(outputs) + unit_bytes(outputs)
 
 
 def shrink_(sums: Tensor, *, share: float = 1.0) -> Tensor:

@@ -11,6 +11,7 @@ from quantflow import cpu_threads, process_memory
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
+from quantflow.numerics import output_blocks
 from quantflow.planning.cost import LIBRARIES, MemoryNeed, need_layers, need_measure
 from quantflow.planning.durations import GptqSpeed, Speed
 from quantflow.planning.plan import resolve
@@ -161,6 +162,22 @@ def test_sums_of_gradients_are_in_the_measurement_and_those_of_one_group_in_memo
     for index, outputs in zip(rounding, ((256, 128, 128), (256,), (512, 512), (256,)), strict=True):
         beside = gptq_to_yaqa(outputs, 512 if index == 9 else 256)
         assert yaqa.peaks[index][0] - gptq.peaks[index][0] == beside
+
+
+def test_sums_of_gradients_that_are_rotated_have_their_memory_told():
+    words = {"transforms": ({"hadamard": {}},)}
+    gptq, yaqa = (
+        need_layers(MODEL, plan("W4A16", algorithm=name, **words), lengths=[10])
+        for name in ("gptq", "yaqa")
+    )
+    more = [ours[0] - theirs[0] for ours, theirs in zip(yaqa.peaks, gptq.peaks, strict=True)]
+    expected = [
+        gptq_to_yaqa(outputs, features) + output_blocks.rotation_bytes(max(outputs))
+        for outputs, features in zip(
+            ((256, 128, 128), (256,), (512, 512), (256,)), (256, 256, 256, 512), strict=True
+        )
+    ]
+    assert [bytes_ for bytes_ in more if bytes_] == expected
 
 
 def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
