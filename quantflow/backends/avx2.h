@@ -130,6 +130,12 @@ INLINE floats rounded(const struct weight *w, const void *x, int64_t at, int bf1
 
 INLINE floats permuted(floats x, ints order) { return _mm256_permutevar8x32_ps(x, order); }
 
+/* e2m1 for FLOAT products: byte shuffles find the values of 32 codes at once, as integers that are
+ * twice as large. Such a byte at the top of a lane is an integer 2^24 times as large, which one
+ * instruction makes a float. The inputs are divided by 2^25: a product is the same number, and so is
+ * every sum. (An input below 2^-101, or of bfloat16 below 2^-117, may lose bits by that.) */
+#define OF_BYTE 0x1p-25f
+
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
  * word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
@@ -149,6 +155,7 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
                 continue;
             }
             floats value = rounded(w, x, i + half * LANES, bf16, lanes, scale, math);
+            if (math == FLOAT && w->kind == F4) value = times(value, splat(OF_BYTE));
             _mm256_storeu_ps((float *)words + half * LANES, permuted(value, order));
         }
         int per = 1; /* columns of a word */
@@ -173,6 +180,21 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
         }
         for (int64_t k = 0; k < 16 / per; k++) out[(i / per + k) * stride] = words[k];
     }
+}
+
+/* Column v of 8 rows, in the order of `orders`, times 2^25. */
+INLINE floats large_e2m1(ints line, int v) {
+    const ints doubled = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    ints codes = _mm256_and_si256(v % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    ints values = _mm256_shuffle_epi8(doubled, codes); /* of four columns, those that v / 2 counts */
+    const char byte = (char)(v / 2);
+    const ints top = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        -1, -1, -1, byte, -1, -1, -1, byte + 4, -1, -1, -1, byte + 8, -1, -1, -1, byte + 12));
+    if (byte == 0) values = _mm256_slli_epi32(values, 24);
+    else if (byte == 3) values = _mm256_and_si256(values, splat_int((int)0xff000000));
+    else values = _mm256_shuffle_epi8(values, top);
+    return _mm256_cvtepi32_ps(values);
 }
 
 /* Columns of 8 rows as floats: column v of a line of 8 bits; of a line of 4 bits the v-th column in
@@ -204,6 +226,7 @@ INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero)
         return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(low), 16),
                                _mm256_castps_si256(high));
     }
+    if (math == FLOAT && kind == F4) return _mm256_castps_si256(large_e2m1(line, v));
     if (math != INTEGER)
         return _mm256_castps_si256(floats_of(kind, line, v, _mm256_castsi256_ps(zero)));
     if (kind == W8) return _mm256_srai_epi16(v ? line : _mm256_slli_epi16(line, 8), 8);
@@ -223,6 +246,11 @@ INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x
 
 /* What takes out a shift of the weights: they have none. */
 INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
+
+/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
+INLINE int spreads_first(enum kind kind, enum math math, int T) {
+    return kind == F4 && math == FLOAT && T > 4;
+}
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {

@@ -249,6 +249,11 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
 /* What takes out a shift of the weights: they have none. */
 INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
 
+/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
+INLINE int spreads_first(enum kind kind, enum math math, int T) {
+    (void)kind, (void)math, (void)T; return 0;
+}
+
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {
     if (math == FLOAT || math == PAIRED) return _mm512_castps_si512(_mm512_cvtepi32_ps(zero));

@@ -211,9 +211,18 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
                 if (T == 1) __builtin_prefetch(at + 4096, 0, 3);
                 else __builtin_prefetch(at + pair, 0, 2);
             }
+            ints spread[8][4]; /* all parts of the lines, in memory: the sums keep the registers */
+            if (spreads_first(kind, math, T)) {
+                UNROLL for (int v = 0; v < parts; v++)
+                    UNROLL for (int r = 0; r < R; r++)
+                        spread[v][r] = part_of(kind, math, line[r], v, zero[r]);
+                __asm__("" : "+m"(spread));
+            }
             UNROLL for (int v = 0; v < parts; v++) {
                 ints part[4];
-                UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
+                UNROLL for (int r = 0; r < R; r++)
+                    part[r] = spreads_first(kind, math, T)
+                        ? spread[v][r] : part_of(kind, math, line[r], v, zero[r]);
                 UNROLL for (int t = 0; t < T; t++) {
                     const ints word = splat_int((int)x[v * T + t]);
                     UNROLL for (int r = 0; r < R; r++) {

@@ -211,6 +211,11 @@ INLINE int32_t shift_of(int32_t sum, int64_t group) {
     return (int32_t)(-128u * ((uint32_t)sum + 128u * (uint32_t)group));
 }
 
+/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
+INLINE int spreads_first(enum kind kind, enum math math, int T) {
+    (void)kind, (void)math, (void)T; return 0;
+}
+
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {
     return math == INTEGER ? zero : as_ints(vcvtq_f32_s32(zero));

@@ -576,7 +576,12 @@ INLINE void product_tile(const void *x, int64_t apart, const void *weight, float
     for (int64_t i = 0; i + STEP <= in; i += STEP) {
         vf w[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < O; j++) w[j] = operand(weight, (o + j) * in + i, STEP, kind, paired);
+        for (int j = 0; j < O; j++) {
+            const int64_t at = (o + j) * in + i, bytes = kind == BFLOAT16 ? 2 : 4;
+            w[j] = operand(weight, at, STEP, kind, paired);
+            /* one row: fetch the outputs after these, which begin in other pages */
+            if (R == 1) __builtin_prefetch((const char *)weight + (at + O * in) * bytes, 0, 3);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             vf value = operand(x, r * apart + i, STEP, x_kind, paired);

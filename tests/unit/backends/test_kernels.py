@@ -192,6 +192,33 @@ def test_every_code_of_e2m1_is_widened_to_its_value_and_takes_four_bits(name, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1.0, 2.0**-99, 2.0**100])
+def test_products_of_e2m1_are_those_of_its_values_for_small_and_large_inputs(size, dtype):
+    qvalue = unpack_e2m1(torch.arange(256, dtype=torch.uint8).repeat(4).view(64, 16))
+    x = torch.tensor(size * (1 + torch.finfo(dtype).eps), dtype=dtype)  # its last bit is set
+    found = run(linear_of(PRESETS["MXFP4A16"], qvalue), torch.eye(32, dtype=dtype) * x)
+    assert torch.equal(found.t(), (qvalue.float() * x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 13])
+def test_sums_of_e2m1_are_those_of_its_values_bit_for_bit(tokens):
+    linear = random_linear("MXFP4A16", (70, 96))
+    x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(1))
+    # float64 holds a sum of a float32 and such a product, so that each is rounded once
+    weight, inputs = linear.weight.qvalue.double(), x.double()
+    total = torch.zeros(tokens, 70)
+    for group in range(3):
+        sums = torch.zeros(tokens, 70)
+        for line in range(4):
+            for column in (0, 4, 1, 5, 2, 6, 3, 7):  # the order of a line, see kernels.c
+                at = 32 * group + 8 * line + column
+                sums = (sums.double() + inputs[:, at, None] * weight[:, at]).float()
+        scaled = sums.double() * linear.weight.scale[:, group].double()
+        total = (total.double() + scaled).float()
+    assert torch.equal(run(linear, x), total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", ["W2A16", "W3A16", "W4A16", "W5A16", "W8A16", "W4A8", "W8A8", "W8A8_STATIC"]
