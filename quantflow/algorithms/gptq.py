@@ -74,8 +74,9 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
 
     Weights, statistics and results are not counted. 4 I^2 for the factor, unless it is made in
     place. For each worker a unit of R rows (`_unit_rows`): its work in float32 (4 I R), the qvalues
-    (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its scratch
-    (4 R (128 + 1)), or the memory of elementwise units or of comparing a linear, if that is more.
+    (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and of a block its aims,
+    errors, qvalues and scratch (R (2 * 4 * 128 + 128 + 4)), or the memory of elementwise units or
+    of comparing a linear, if that is more.
 
     Args:
         features: I, in_features of the group.
@@ -83,7 +84,8 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
         workers: number of workers.
         in_place: whether `quantize_group` may overwrite the Hessian.
     """
-    unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (BLOCK + 1))
+    each = features * (4 + 1) + features // 4 + (2 * 4 + 1) * BLOCK + 4
+    unit = min(_unit_rows(features), rows) * each
     factor = 0 if in_place else 4 * features * features
     return factor + workers * max(unit, output_errors.working_bytes(features))
 

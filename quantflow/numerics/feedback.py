@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,16 +230,17 @@ def round_columns_(
     lower = feedback.lower
     columns, width = work.shape
     qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme), device=work.device)
-    round_block_ = partial(
-        _rounding_of_blocks(work.device, scheme),
-        work=work,
-        lower=lower,
-        order=feedback.order,
-        scales=scales,
-        zero_points=zero_points,
-        scheme=scheme,
-        qvalue=qvalue,
-    )
+    rounding = _rounding_of_blocks(work.device, scheme)
+    operands: dict[str, Any] = {
+        "work": work,
+        "lower": lower,
+        "order": feedback.order,
+        "scales": scales,
+        "zero_points": zero_points,
+        "scheme": scheme,
+        "qvalue": qvalue,
+    }
+    round_block_ = _Blocks(**operands) if rounding is _Blocks else partial(rounding, **operands)
     # From the last row to the first, since `order` is reversed. `work` holds w_j in rows below
     # `stop` and e_i from there on; the aims are t_j = w_j + sum_i e_i U_ij.
     for stop in range(columns, 0, -BLOCK):
@@ -248,60 +250,105 @@ def round_columns_(
     return qvalue
 
 
-def _rounding_of_blocks(device: torch.device, scheme: TensorScheme) -> Callable[..., None]:
-    """`_round_block_`, or on a GPU the kernel that computes it, where it takes the scheme."""
+def _rounding_of_blocks(device: torch.device, scheme: TensorScheme) -> Callable[..., Any]:
+    """`_Blocks`, or on a GPU the kernel that computes the same, where it takes the scheme."""
     if device.type != "cuda" or find_spec("triton") is None:
-        return _round_block_
+        return _Blocks
     kernel = import_module("quantflow.numerics.columns_kernel")
-    return kernel.round_block_ if kernel.takes(scheme) else _round_block_
+    return kernel.round_block_ if kernel.takes(scheme) else _Blocks
 
 
-def _round_block_(
-    columns: range,
-    aims: Tensor,
-    *,
-    work: Tensor,
-    lower: Tensor,
-    order: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    scheme: TensorScheme,
-    qvalue: Tensor,
-) -> None:
-    """Round a block of columns; write its qvalues, and its errors in the place of its weights.
+class _Blocks:
+    """Rounds blocks of columns; writes their qvalues, and their errors in the place of weights.
 
-    Args:
-        columns: rows of `work` that are the block.
-        aims: [B, R], their weights and what the errors of later rows add to them; overwritten.
-        work: [I, R].
-        lower: [I, I].
-        order: [I].
-        scales: [G, R].
-        zero_points: [G, R], or None.
-        scheme: any.
-        qvalue: [I, R], in the order of the weights' own columns.
+    The products of a column are so small that a view of their operands takes as long. So operands
+    lie in memory that all blocks share, and its views are made once.
     """
-    start, stop = columns.start, columns.stop
-    group_size = len(work) // scales.shape[0]
-    places = order[start:stop].tolist()
-    rounded = torch.empty(work.shape[1], device=work.device)
-    # [B, B]: row i holds the factors of the errors that reach column i
-    within = lower[start:stop, start:stop].T.contiguous()
-    with _ONE_AT_A_TIME:
-        for end in range(stop - start, 0, -_SUB_BLOCK):
-            begin = max(0, end - _SUB_BLOCK)
-            aims[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
-            for i in range(end - 1, begin - 1, -1):
-                wanted, error = aims[i], work[start + i]
-                if i + 1 < end:
-                    wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
-                group = places[i] // group_size
-                zero_point = None if zero_points is None else zero_points[group]
-                torch.div(wanted, scales[group], out=rounded)
-                qvalue[places[i]] = affine.round_(rounded, zero_point, scheme)
-                if zero_point is not None:
-                    rounded -= zero_point
-                error -= rounded.mul_(scales[group])  # e = w - q: in `work`, where w was
+
+    def __init__(
+        self,
+        *,
+        work: Tensor,
+        lower: Tensor,
+        order: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        scheme: TensorScheme,
+        qvalue: Tensor,
+    ) -> None:
+        """Take everything but the blocks.
+
+        Args:
+            work: [I, R], modified.
+            lower: [I, I].
+            order: [I].
+            scales: [G, R].
+            zero_points: [G, R], or None.
+            scheme: any.
+            qvalue: [I, R], in the order of the weights' own columns.
+        """
+        size, width = min(BLOCK, len(work)), work.shape[1]
+        self._work, self._lower, self._order, self._scheme = work, lower, order, scheme
+        self._scales = scales.unbind()
+        self._zero_points = None if zero_points is None else zero_points.unbind()
+        self._group_size = len(work) // len(scales)
+        self._qvalues = qvalue.view(torch.uint8).unbind()  # torch 2.8 takes no rows of float8
+        self._dtype = qvalue.dtype
+        # [B, B]: row i holds the factors of the errors that reach column i
+        self._within = torch.empty(size, size, device=work.device)
+        self._errors = torch.empty(size, width, device=work.device)
+        self._rows = self._errors.unbind()
+        self._rounded = torch.empty(width, device=work.device)
+        # columns of a block -> of each column the later ones' errors, [R, n], and factors, [n]
+        self._known: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, columns: range, aims: Tensor) -> None:
+        """Round a block.
+
+        Args:
+            columns: rows of `work` that are the block.
+            aims: [B, R], their weights and what the errors of later rows add to them; overwritten.
+        """
+        size, block = len(columns), slice(columns.start, columns.stop)
+        errors, within = self._errors[:size], self._within[:size, :size]
+        errors.copy_(self._work[block])
+        within.copy_(self._lower[block, block].T)
+        places = self._order[block].tolist()
+        codes, known = aims.unbind(), self._known_of(size)
+        with _ONE_AT_A_TIME:
+            for end in range(size, 0, -_SUB_BLOCK):
+                begin = max(0, end - _SUB_BLOCK)
+                aims[begin:end].addmm_(within[begin:end, end:], errors[end:])
+                for i in range(end - 1, begin - 1, -1):
+                    if i + 1 < end:
+                        codes[i].addmv_(*known[i])
+                    self._round(i, codes[i], places[i] // self._group_size)
+        for place, found in zip(places, aims.to(self._dtype).view(torch.uint8), strict=True):
+            self._qvalues[place].copy_(found)
+        self._work[block] = errors
+
+    def _round(self, i: int, code: Tensor, group: int) -> None:
+        """Replace the aims [R] of a column by its qvalues, and its weights by its errors."""
+        scale = self._scales[group]
+        code.div_(scale)
+        if self._zero_points is None:
+            affine.round_(code, None, self._scheme)
+            torch.mul(code, scale, out=self._rounded)
+        else:
+            zero_point = self._zero_points[group]
+            affine.round_(code, zero_point, self._scheme)
+            torch.sub(code, zero_point, out=self._rounded).mul_(scale)
+        self._rows[i].sub_(self._rounded)  # e = w - q
+
+    def _known_of(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        """The operands of each column's product with the columns of its sub-block after it."""
+        if size not in self._known:
+            ends = [size - (size - 1 - i) // _SUB_BLOCK * _SUB_BLOCK for i in range(size)]
+            self._known[size] = [
+                (self._errors[i + 1 : end].T, self._within[i, i + 1 : end])
+                for i, end in enumerate(ends)
+            ]
+        return self._known[size]
 
 
 def round_units_(

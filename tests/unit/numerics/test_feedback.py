@@ -62,8 +62,31 @@ def test_the_loss_is_that_of_rounding_every_aim_to_nearest():
     )
 
 
+def test_blocks_that_are_no_whole_number_of_blocks_aim_and_round_as_their_header_says():
+    # 300 columns: two blocks of 128 and one of 44, whose last part has 12; groups of 60 columns
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(900, 300, generator=generator) @ torch.randn(300, 300, generator=generator)
+    weight = torch.randn(5, 300, generator=generator)
+    scales = 0.25 + torch.rand(5, 5, generator=generator)  # [G, R]
+    zero_points = torch.tensor([-3.0, 0.0, 2.0, 1.0, -1.0])[:, None].expand(5, 5)
+    scheme = replace(INT4, granularity="per_group", group_size=60, symmetric=False)
+    feedback = feedback_of(x.T @ x, name="w")
+    work = weight[:, feedback.order].T.contiguous()
+    qvalue = round_columns_(work, scales, zero_points, scheme=scheme, feedback=feedback)
+
+    group = torch.arange(300) // 60
+    rounded = (qvalue.double() - zero_points[group]) * scales[group]  # [I, R]
+    order = feedback.order.flip(0)
+    errors = work.T.flip(1).double()
+    wanted = weight[:, order].double()
+    torch.testing.assert_close(errors, wanted - rounded.T[:, order], rtol=0, atol=1e-5)
+    aims = wanted + errors @ (one_plus_u(feedback) - torch.eye(300))
+    steps = aims / scales[group].T[:, order] + zero_points[group].T[:, order]
+    assert torch.equal(steps.round().clamp(-8, 7), qvalue.T[:, order].double())
+
+
 def test_the_kernel_of_gpus_is_never_used_on_a_cpu_nor_without_triton(monkeypatch):
-    loop, chosen = feedback_module._round_block_, feedback_module._rounding_of_blocks
+    loop, chosen = feedback_module._Blocks, feedback_module._rounding_of_blocks
     imported = []
     kernel = SimpleNamespace(round_block_=object(), takes=lambda scheme: scheme.num_bits == 4)
     monkeypatch.setattr(
