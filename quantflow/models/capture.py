@@ -14,7 +14,7 @@ later, layer by layer.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -43,6 +43,7 @@ from quantflow.models.stand_ins import (
     HeadStandIn,
     NoEmbedding,
     QuantizedHead,
+    Recorded,
     Recorder,
     Rows,
     TensorPool,
@@ -267,9 +268,14 @@ class LayerStream:
 
     def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
         recorders = [
-            Recorder(layer, tuple_of=self.graph.family.tuple_of) for layer in self._originals
+            Recorder(
+                layer,
+                tuple_of=self.graph.family.tuple_of,
+                last=layer is self._originals[-1],
+            )
+            for layer in self._originals
         ]
-        with self._replaced(recorders):
+        with self._replaced(recorders), suppress(Recorded):
             self._base()(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
         calls = [

@@ -56,19 +56,24 @@ def as_returned(hidden: Tensor, count: int) -> Tensor | tuple[Tensor | None, ...
     return (hidden, *[None] * (count - 1)) if count else hidden
 
 
+class Recorded(Exception):
+    """The last decoder layer was called: nothing that the model computes after it is needed."""
+
+
 class Recorder(nn.Module):
     """A stand-in for a decoder layer that records its call and returns its input."""
 
-    def __init__(self, layer: nn.Module, *, tuple_of: int = 0) -> None:
+    def __init__(self, layer: nn.Module, *, tuple_of: int = 0, last: bool = False) -> None:
         """Begin without a record.
 
         Args:
             layer: decoder layer that it replaces.
             tuple_of: count for `as_returned`.
+            last: raise `Recorded` instead of returning.
         """
         super().__init__()
         self.__dict__["layer"] = layer  # not a part of this one
-        self.tuple_of = tuple_of
+        self.tuple_of, self.last = tuple_of, last
         self.hidden = torch.empty(0)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -83,8 +88,14 @@ class Recorder(nn.Module):
     def forward(
         self, hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Record the call and return `hidden`, [1, S, H]."""
+        """Record the call and return `hidden`, [1, S, H].
+
+        Raises:
+            Recorded: it is the last layer.
+        """
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
+        if self.last:
+            raise Recorded
         return as_returned(hidden, self.tuple_of)
 
 

@@ -433,6 +433,14 @@ def read_note(read, names):
     return names
 
 
+def test_nothing_runs_behind_the_last_layer_while_calls_are_recorded(folders):
+    source = open_source(folders["llama"])
+    stream = LayerStream(source, graph_for(source.config))
+    stream.model.model.norm.forward = None  # a call would raise
+    (state,) = stream.begin(SEQUENCES[:1])
+    assert len(state.calls) == 3 and state.hidden.shape == (1, len(SEQUENCES[0]), 32)
+
+
 def test_recorded_arguments_are_shared_over_layers_and_equally_long_sequences(folders):
     stream = stream_of(folders["mistral with a short window"])
     first, short, third = stream.begin(SEQUENCES)
