@@ -21,7 +21,7 @@ from quantflow.numerics.sensitivity import ROWS as SAMPLED_ROWS
 from quantflow.observers import goes_back, holds_matrix, observer_named, of_gradients, state_bytes
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.hessian import DEVICE_ROWS, HESSIAN_SUM, folding_bytes, observer_bytes
-from quantflow.planning.experts import fed_by
+from quantflow.planning.experts import SIDE_BY_SIDE, fed_by
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
 from quantflow.planning.sizes import (
@@ -313,12 +313,17 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
             factor += _clipped_bytes(plan, names, rows=rows, features=k)
             each = max(each, 2 * groups.unit_bytes(k))
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
-        held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
+        held = left + sum(halves[index + 1 :]) + done
+        whole = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         # gradients are read when the group's turn comes and are freed with it
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
         if plan.needs_gradients and plan.rotation is not None:
             factor += max(output_blocks.rotation_bytes(o) for o in outputs)
-        peaks += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
+        own = whole + factor + rows * k + encoded
+        if model.layer.shares[index] < 1 and k <= SIDE_BY_SIDE:
+            peaks.append((held, max(whole + halves[index], own + each)))
+        else:
+            peaks += [(held + whole + halves[index], 0), (held + own, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)

@@ -32,6 +32,9 @@ FOR_RANGE = 100  # tokens that a static input needs
 REFUSING = "error"  # before the first layer
 SHARE_MAX = "share_max"
 ROUTED = "routed"
+# Most input features of experts that are quantized side by side, each by one worker: a whole
+# Hessian of so many, 64 MiB, is little beside the forward of a sequence, which a worker has too.
+SIDE_BY_SIDE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

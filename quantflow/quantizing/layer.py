@@ -28,6 +28,7 @@ the layer's file, the statistics of static inputs, the sums of gradients' produc
 under way of an algorithm that does not compute on a device (`Algorithm.ON_DEVICE`).
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +41,7 @@ from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.backends import BACKENDS
 from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device, fetched
-from quantflow.core.parallel import Workers
+from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
@@ -54,7 +55,7 @@ from quantflow.models.parameters import materialize_, release_
 from quantflow.numerics import output_blocks
 from quantflow.numerics.output_errors import SecondMoment, compared
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, shrink_
-from quantflow.planning.experts import ROUTED, fed_by
+from quantflow.planning.experts import ROUTED, SIDE_BY_SIDE, fed_by
 from quantflow.planning.plan import Plan
 from quantflow.planning.requirements import GRADIENT_SUM
 from quantflow.process_memory import give_back_holes
@@ -86,6 +87,7 @@ from quantflow.transforms import awq
 FORMAT = FORMATS[DEFAULT]
 # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
 SMOOTHING_TOLERANCE = 1e-6
+AHEAD = 4  # groups for each worker that are begun, or encoded and not yet taken
 
 Decision = TypeVar("Decision")
 Gradient = Callable[[str], Tensor]  # linear -> `gradient_sum` of its smoothed weight, read now
@@ -402,44 +404,33 @@ def _quantize_groups(
     """
     plan = opened.plan
     owns = execution.team.owns
-    groups = list(enumerate(opened.layer.groups))
     # Other cards' weights go first: no card then holds more than one that quantizes all groups.
-    for number, group in groups:
+    for number, group in enumerate(opened.layer.groups):
         if not owns(number):
             _release(opened, group.linears)
+    owned = [number for number in range(len(opened.layer.groups)) if owns(number)]
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
-    for number, group in groups:
-        if not owns(number):
-            continue
-        statistics = _input_statistics(group, hessians.pop(number, None), treatment)
-        by_scheme: dict[LinearScheme, list[str]] = {}
-        for name in group.linears:
-            scheme = plan.schemes[name]
-            if scheme is not None:
-                by_scheme.setdefault(scheme, []).append(name)
-        schemes = list(by_scheme)
-        for scheme, members in by_scheme.items():
-            execution.progress.doing(", ".join(map(opened.layer.relative, members)))
-            nearest = members[0] in treatment.rounded
-            rounded = _quantize_members(
-                opened,
-                members,
-                scheme=scheme,
-                algorithm=NEAREST if nearest else plan.algorithm,
-                clips=plan.clips and not nearest,
-                statistics=statistics,
-                gradient=partial(_shrunk, gradient, treatment),
-                last=scheme is schemes[-1],
-                execution=execution,
-            )
-            # Learning reads all weights of the layer, so nothing is encoded before it.
-            if plan.learned is None:
-                encoded |= _encode(opened, rounded, workers=execution.workers)
-            else:
-                waiting |= rounded
-            del rounded  # before the next linears are rounded
-        del statistics  # before the next group's Hessian is put together
+    alone = replace(execution, workers=SEQUENTIAL, host_workers=SEQUENTIAL)
+    for numbers in _side_by_side(opened, owned, workers=execution.workers):
+        quantize = partial(
+            _quantize_group,
+            opened,
+            hessians=hessians,
+            treatment=treatment,
+            gradient=gradient,
+            execution=execution if len(numbers) == 1 else alone,
+        )
+        workers = SEQUENTIAL if len(numbers) == 1 else execution.workers
+        # groups of an expert differ in size: a worker takes the next one before its turn comes
+        results = workers.stream(quantize, numbers, ahead=AHEAD * workers.count)
+        for number in numbers:
+            names = map(opened.layer.relative, opened.layer.groups[number].linears)
+            execution.progress.doing(", ".join(names))
+            rounded = next(results)
+            encoded |= rounded.encoded
+            waiting |= rounded.waiting
+            del rounded  # before the next group is quantized
     if plan.learned is not None and waiting:
         waiting = learn(
             opened,
@@ -451,6 +442,93 @@ def _quantize_groups(
         )
         encoded = _encode(opened, waiting, workers=execution.workers)
     return encoded
+
+
+def _side_by_side(opened: OpenLayer, owned: Sequence[int], *, workers: Workers) -> list[list[int]]:
+    """Numbers of groups, in order; those of one list are quantized at once, each by one worker.
+
+    Experts are many, alike and small, so they go side by side where there are at least twice as
+    many groups of them as workers. The others go one by one, each by all workers.
+
+    Args:
+        opened: the layer.
+        owned: this card's groups, in order.
+        workers: workers that run them.
+    """
+    if not opened.device.is_host or workers.count == 1:
+        return [[number] for number in owned]
+    layer = opened.layer
+
+    def small(number: int) -> bool:
+        group = layer.groups[number]
+        features = opened.weight(group.linears[0]).shape[1]
+        return (
+            group.expert is not None and layer.chosen < layer.experts and features <= SIDE_BY_SIDE
+        )
+
+    turns: list[list[int]] = []
+    for side_by_side, run in itertools.groupby(owned, small):
+        numbers = list(run)
+        if side_by_side and len(numbers) >= 2 * workers.count:
+            turns.append(numbers)
+        else:
+            turns += [[number] for number in numbers]
+    return turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RoundedGroup:
+    """The linears of a group.
+
+    Attributes:
+        encoded: linears as the layer's file holds them.
+        waiting: linears whose rounding is still to be learned, instead.
+    """
+
+    encoded: Mapping[str, EncodedLinear]
+    waiting: Mapping[str, RoundedLinear]
+
+
+def _quantize_group(
+    opened: OpenLayer,
+    number: int,
+    *,
+    hessians: dict[int, HessianObserver],
+    treatment: Treatment,
+    gradient: Gradient,
+    execution: Execution,
+) -> _RoundedGroup:
+    """Quantize the linears of a group, scheme by scheme; arguments are `_quantize_groups`'."""
+    plan, group = opened.plan, opened.layer.groups[number]
+    encoded: dict[str, EncodedLinear] = {}
+    waiting: dict[str, RoundedLinear] = {}
+    statistics = _input_statistics(group, hessians.pop(number, None), treatment)
+    by_scheme: dict[LinearScheme, list[str]] = {}
+    for name in group.linears:
+        scheme = plan.schemes[name]
+        if scheme is not None:
+            by_scheme.setdefault(scheme, []).append(name)
+    schemes = list(by_scheme)
+    for scheme, members in by_scheme.items():
+        nearest = members[0] in treatment.rounded
+        rounded = _quantize_members(
+            opened,
+            members,
+            scheme=scheme,
+            algorithm=NEAREST if nearest else plan.algorithm,
+            clips=plan.clips and not nearest,
+            statistics=statistics,
+            gradient=partial(_shrunk, gradient, treatment),
+            last=scheme is schemes[-1],
+            execution=execution,
+        )
+        # Learning reads all weights of the layer, so nothing is encoded before it.
+        if plan.learned is None:
+            encoded |= _encode(opened, rounded, workers=execution.workers)
+        else:
+            waiting |= rounded
+        del rounded  # before the next linears are rounded
+    return _RoundedGroup(encoded=encoded, waiting=waiting)
 
 
 def _input_statistics(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quantflow import cpu_threads
 from quantflow.algorithms import ALGORITHMS, yaqa
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError
@@ -19,10 +21,11 @@ from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import open_source
 from quantflow.models.open import graph_for
 from quantflow.numerics import output_blocks
-from quantflow.planning.cost import backward_bytes, need_layers
+from quantflow.planning.cost import _quantizing, backward_bytes, need_layers
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Measure, Quantize, SignRound, Tune
 from quantflow.planning.sizes import model_size
+from quantflow.quantizing import layer as layer_module
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
@@ -355,6 +358,64 @@ def test_presets_of_a_mixture_are_those_of_a_dense_model_and_plan_counts_their_c
     assert learned.algorithm == "rtn" and learned.experts is not None and learned.experts.weights
     with pytest.raises(StatisticsError, match=r"experts\.4 \(0 of 256\)"):
         made(starving, tmp_path / "q", measurement, **LEARNED)
+
+
+def test_experts_side_by_side_have_the_bits_of_one_worker(
+    starving, text_files, tmp_path, monkeypatch
+):
+    calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+    entry = Quantize(
+        name="x", scheme="W4A16", algorithm="gptq", group_size=32, experts="damp", expert_tokens=8
+    )
+    job = MeasureJob(
+        model=starving, output=tmp_path / "m", calibration=calibration, options=Measure(stats=())
+    )
+    ids = rank_folder(measure.run(job, QUIET), 0, 1)
+    made_with = {}
+    for workers in (1, 2):
+        monkeypatch.setattr(cpu_threads, "usable_cores", lambda workers=workers: workers)
+        running = set()
+        plain = layer_module._quantize_group
+
+        def watched(*args, plain=plain, running=running, **kwargs):
+            running.add(threading.get_ident())
+            return plain(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(layer_module, "_quantize_group", watched)
+            folder = quantize.run(
+                QuantizeJob(
+                    model=starving,
+                    output=tmp_path / str(workers),
+                    entry=entry,
+                    measurement=ids,
+                ),
+                QUIET,
+            )
+        made_with[workers] = (tensors(folder), records(folder))
+        # with two workers attention runs in this thread, and experts in the two others
+        assert (len(running - {threading.get_ident()}) > 0) == (workers == 2)
+    (one, noted), (two, noted_too) = made_with[1], made_with[2]
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert noted == noted_too
+
+
+def test_a_worker_has_the_whole_hessian_of_its_own_expert_and_of_others_all_share_one(starving):
+    source = open_source(starving)
+    graph, infos = graph_for(source.config), source.checkpoint.infos
+    sizes = model_size(infos, source.config, graph)
+    entry = Quantize(name="x", scheme="W4A16", algorithm="gptq", group_size=32, experts="damp")
+    plan = resolve(entry, graph, {name: info.shape for name, info in infos.items()})
+    every = replace(sizes.layer, shares=(1.0,) * len(sizes.layer.shares))
+    together = _quantizing(replace(sizes, layers=(every,)), plan)
+    apart = _quantizing(replace(sizes, layers=(sizes.layer,)), plan)
+    # behind both peaks of q, k, v and of o: gate and up of the first expert, 256 rows of 64
+    (making, _), (rounding, unit), (fixed, each) = together[4], together[5], apart[4]
+    assert apart[:4] == together[:4]
+    assert fixed + each == max(making, rounding + unit)  # one worker
+    whole, qvalues = 4 * 64 * 64, 256 * 64
+    encoded = 256 * 64 // 2 + 2 * 256 * 2 + 2 * 16  # packed, scales of bfloat16, two shapes
+    assert rounding - fixed == each - unit == whole + qvalues + encoded
 
 
 def test_what_a_sequence_keeps_for_its_way_back_grows_with_the_chosen_experts(starving):
