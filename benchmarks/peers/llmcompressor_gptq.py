@@ -4,7 +4,7 @@ It runs with its environment's Python.
 
 GPTQ at W4A16, symmetric groups of 128, lm_head and what `--ignore` names left alone. `--offload`
 keeps the weights on disk, the most frugal way that it offers. `--routed` shows an expert only the
-tokens that the router sends to it.
+tokens that the router sends to it. `--dtype` is that of the weights that it loads and runs.
 """
 
 import argparse
@@ -28,12 +28,13 @@ def main() -> None:
     parser.add_argument("--offload", metavar="DIR", help="Keep weights there instead of in memory.")
     parser.add_argument("--ignore", nargs="*", default=[], metavar="PATTERN")
     parser.add_argument("--routed", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = parser.parse_args()
     rows = [
         json.loads(line)["input_ids"] for line in Path(given.calibration).read_text().splitlines()
     ]
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    model = _load(given.model, given.offload)
+    model = _load(given.model, given.offload, getattr(torch, given.dtype))
     oneshot(
         model=model,
         tokenizer=tokenizer,
@@ -51,13 +52,13 @@ def main() -> None:
     tokenizer.save_pretrained(given.output)
 
 
-def _load(folder: str, offload: str | None) -> PreTrainedModel:
+def _load(folder: str, offload: str | None, dtype: torch.dtype) -> PreTrainedModel:
     if offload is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with load_offloaded_model():
         return AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             device_map="auto_offload",
             max_memory={"cpu": 200_000_000},
             offload_folder=offload,
