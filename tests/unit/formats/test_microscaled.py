@@ -124,6 +124,7 @@ def test_packed_is_what_is_decoded_where_codes_have_four_bits_and_inputs_are_lef
         ("NVFP4A16", lambda t: t["q.weight_scale"][1, 2].fill_(0)),
         ("NVFP4A16", lambda t: t["q.weight_scale"][1, 2].fill_(-1)),
         ("NVFP4A16", lambda t: t["q.weight_global_scale"].fill_(torch.inf)),
+        ("NVFP4A16", lambda t: t["q.weight_global_scale"].fill_(1e-40)),  # a scale is infinite
         ("MXFP4A16", lambda t: t.pop("q.weight_packed")),
         ("MXFP4A16", lambda t: t.update({"q.weight_packed": t["q.weight_packed"][:, :40]})),
         ("MXFP4A16", lambda t: t.update({"q.weight_scale": t["q.weight_scale"].float()})),
