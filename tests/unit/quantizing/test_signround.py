@@ -256,12 +256,6 @@ def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
             "start='signround' is no algorithm to start from",
         ),
         (
-            {"signround": SignRound(start="yaqa"), "transforms": ({"hadamard": {}},)},
-            {},
-            UsageError,
-            "yaqa with transform hadamard",
-        ),
-        (
             {"algorithm": "gptq"},
             {},
             UsageError,
