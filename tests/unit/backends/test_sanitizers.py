@@ -113,7 +113,9 @@ x = torch.zeros(16)
 """
 
 
-NULL = "compiled().add_norm(x.data_ptr(), None, _Norm(), _Norm(), None, 1, 16, 1e-5, 0, 1.0, 0, 1.0)"
+NULL = (
+    "compiled().add_norm(x.data_ptr(), None, _Norm(), _Norm(), None, 1, 16, 1e-5, 0, 1.0, 0, 1.0)"
+)
 EMPTY = "compiled().gate(x.data_ptr(), x.data_ptr(), 1, 0, 0, 1, 1.0, 0.0)"
 OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8, 0, 1, 1.0, 0.0)"
 
