@@ -137,13 +137,14 @@ def need_measure(
 def need_choice(model: ModelSize) -> MemoryNeed:
     """Memory of the choice of schemes.
 
-    A worker holds rows of the widest weight as stored, in float32, rounded, and their error.
+    A worker holds rows of the widest weight as stored, in float32, rounded, and their error; and an
+    eighth as many rows again, for types with a codebook.
     """
     widest = max(k for layer in model.layers for _, _, k in layer.groups)
     return MemoryNeed(
         stage="choose",
         base=FILES_BASE,
-        peaks=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),),
+        peaks=((0, 5 * FLOAT * SAMPLED_ROWS * widest * 9 // 8 + groups.unit_bytes(widest)),),
     )
 
 
