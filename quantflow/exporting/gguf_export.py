@@ -9,18 +9,15 @@ Fails    2 a dtype that does not hold a tensor, 3 unusable input, 5 the folder i
          what was written
 
 Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit, and
-so do those of MXFP4, beside which everything else keeps its dtype. The artifact's other matrices
-get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least
-squared error: the head Q6_K, or Q5_K beside few bits, where its rows fit, Q8_0 otherwise, the
-embedding the linears' usual type or one of more bits, or the head's where the two are one. With a
-dtype, and for all other models, matrices have the chosen dtype. Vectors (norms, biases) and routers
-have float32. The experts of a layer are one tensor. A piece of a tensor is in memory at a time.
+so do those of MXFP4, beside which everything else keeps its dtype. Its other matrices are rounded
+to nearest onto the scales of least squared error. Types are those of
+quantflow/formats/llama_cpp/file_plan.py. The experts of a layer are one tensor. A piece of a tensor
+is in memory at a time.
 Before the folder appears the file is read again: its header, and every tensor against the source.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import rtn_mse
-from quantflow.core.block_types import BLOCK_TYPES, SMALLER
+from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.cast import Cast
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
@@ -41,10 +38,10 @@ from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.encoding import encode
-from quantflow.formats.llama_cpp.experts import FileTensor, file_tensors
-from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors
+from quantflow.formats.llama_cpp.experts import file_tensors
+from quantflow.formats.llama_cpp.file_plan import GGUFPlan, planned
+from quantflow.formats.llama_cpp.metadata import metadata
 from quantflow.formats.llama_cpp.tensors import Place, row_order, rows_at_once
-from quantflow.formats.llama_cpp.tokenizer import APPROXIMATE, vocabulary
 from quantflow.models.reading import bytes_of, read_into
 from quantflow.planning.cost import BUFFERS, LIBRARIES, MemoryNeed
 from quantflow.planning.resources import grant
@@ -53,46 +50,7 @@ from quantflow.progress import Progress
 VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# by the linears' usual type, as llama.cpp's quantizer has it
-_HEAD_USUALLY = "Q6_K"
-_HEAD_TYPE = {
-    "Q8_0": "Q8_0",
-    **dict.fromkeys(("IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), "Q5_K"),
-}
-# of a head whose rows are no whole blocks
-_HEAD_SMALLER = "Q8_0"
-# of the embedding, where it is not that of most linears
-_EMBEDDING_TYPE = {
-    "TQ1_0": "Q4_K",
-    "TQ2_0": "Q4_K",
-    "IQ3_XXS": "IQ3_S",
-    "IQ2_S": "IQ3_S",
-    "IQ2_XS": "Q2_K",
-    "IQ2_XXS": "Q2_K",
-}
-# of keys that are transposed, which cannot stay in the blocks of their rows
-_TRANSPOSED = "Q8_0"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GGUFPlan:
-    """The content of the file.
-
-    Attributes:
-        layout: places in the file.
-        tensors: name in the file -> its parts in the source.
-        computed: name in the file -> float32 tensor that the source does not have.
-        remark: sentence on what llama.cpp does otherwise; None where nothing is known.
-        working_bytes: bytes that rounding takes beside the pieces.
-    """
-
-    layout: gguf.GGUFFilePlan
-    tensors: dict[str, FileTensor]
-    computed: dict[str, Tensor]
-    remark: str | None = None
-    working_bytes: int = 0
 
 
 def run(job: ExportJob, progress: Progress) -> Path:
@@ -131,7 +89,8 @@ def run(job: ExportJob, progress: Progress) -> Path:
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.force)
-        peaks = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
+        rounding = max((rounding_bytes(plan, name) for name in plan.rounded), default=0)
+        peaks = ((LIBRARIES + BUFFERS + weights.working_bytes + rounding, 0),)
         grant(
             MemoryNeed(stage="export", peaks=peaks, result=plan.layout.nbytes),
             job.resources,
@@ -177,92 +136,9 @@ def _kind_in_blocks(weights: GGUFWeights) -> str | None:
     return next(mixtures, usual)
 
 
-def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
-    """The content of a file of a kind, a key of gguf.FILE_TYPES.
-
-    Raises:
-        InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of
-            another model.
-        UnsupportedError: a family, tokenizer or rotary embedding that is not written.
-    """
-    config, dtype = weights.config, MIXTURES.get(kind, kind)
-    by_name = {tensor.name: tensor for tensor in file_tensors(config, weights.shapes)}
-    factors = rope_factors(config)
-    computed = {} if factors is None else {ROPE_FACTORS: factors}
-    specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in computed.items()}
-    specs |= {
-        name: (_type_of(tensor, weights, dtype, tied=HEAD not in by_name), tensor.shape)
-        for name, tensor in by_name.items()
-    }
-    rounded = [
-        tensor.parts[0]
-        for name, tensor in by_name.items()
-        if specs[name][0] in gguf.BLOCKS and not _stays(tensor, weights)
-    ]
-    words = vocabulary(weights.folder, config)
-    values = {
-        **metadata(config),
-        "general.type": ("string", "model"),
-        "general.file_type": ("u32", gguf.FILE_TYPES[kind]),
-        **(
-            {"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)}
-            if dtype in gguf.BLOCKS
-            else {}
-        ),
-        **words,
-    }
-    working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
-    return GGUFPlan(
-        layout=gguf.layout(values, specs),
-        tensors=by_name,
-        computed=computed,
-        remark=APPROXIMATE.get(words.get("tokenizer.ggml.pre", ("string", ""))[1]),
-        working_bytes=working,
-    )
-
-
-def _type_of(tensor: FileTensor, weights: GGUFWeights, dtype: str, *, tied: bool) -> str:
-    """The type of a tensor of the file; linears have `dtype` where their rows fit it.
-
-    Raises:
-        UsageError: the experts of a layer have several types.
-    """
-    if len(tensor.shape) == 1 or tensor.float32:
-        return "F32"
-    if dtype not in gguf.BLOCKS:
-        return dtype
-    source = tensor.parts[0].source
-    if tensor.transposed and source in weights.blocks:
-        fits = tensor.shape[-1] % BLOCK_TYPES[_TRANSPOSED].elements == 0
-        return _TRANSPOSED if fits else "F32"
-    types = {
-        weights.blocks.get(part.source, weights.dtypes[part.source]): part.source
-        for part in tensor.parts
-    }
-    if len(types) > 1:
-        (first, one), (second, other) = list(types.items())[:2]
-        raise UsageError(
-            f"{tensor.name}: {one} is {first} and {other} is {second}; llama.cpp has one type for "
-            "all experts of a layer",
-            "quantize all experts of a layer to one scheme, or give --dtype",
-        )
-    if _stays(tensor, weights):
-        return weights.blocks[source]
-    # a linear that was left as it is, and beside MXFP4 all that is not in it
-    if tensor.name not in (EMBEDDING, HEAD) or dtype not in BLOCK_TYPES:
-        return weights.dtypes[source]
-    if tensor.name == EMBEDDING and not tied:
-        wanted = _EMBEDDING_TYPE.get(dtype, dtype)
-        choices = (wanted, SMALLER.get(wanted, wanted))
-    else:
-        choices = (_HEAD_TYPE.get(dtype, _HEAD_USUALLY), _HEAD_SMALLER)
-    fitting = (kind for kind in choices if tensor.shape[1] % BLOCK_TYPES[kind].elements == 0)
-    return next(fitting, weights.dtypes[source])
-
-
-def _stays(tensor: FileTensor, weights: GGUFWeights) -> bool:
-    """Whether a tensor is written in the blocks that it was quantized to."""
-    return tensor.parts[0].source in weights.blocks and not tensor.transposed
+def rounding_bytes(plan: GGUFPlan, name: str) -> int:
+    """Bytes that rounding a tensor of the file takes beside its pieces."""
+    return rtn_mse.working_bytes(plan.tensors[name].parts[0].shape[1], 0)
 
 
 def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:

@@ -1,10 +1,9 @@
 """The weights for a GGUF file: a model's own files, or an artifact, some rows at a time."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from quantflow.files.digests import Digests
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.formats.llama_cpp.encoding import block_type_of
+from quantflow.formats.llama_cpp.file_plan import FileSource
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
 from quantflow.models.open import open_files
@@ -32,18 +32,12 @@ Read = Callable[[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GGUFWeights:
-    """Every tensor of a source.
+class GGUFWeights(FileSource):
+    """Every tensor of a source, and how it is read.
 
     Attributes:
-        folder: folder with the tokenizer.
-        config: transformers' configuration, without a quantization.
         identity: the model's fingerprint or the artifact's digest.
-        shapes, dtypes: source name -> shape and dtype of the tensor as `read` returns it; a dtype
-            as safetensors names it.
         read: function of (name, first row, last row + 1) to these rows, floating and finite.
-        blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of
-            gguf.BLOCKS.
         scheme: scheme of the artifact's recipe, None of another program's folder; rows that it does
             not fit have other types in `blocks`.
         read_quantized: function like `read` for the weights in `blocks`.
@@ -53,13 +47,8 @@ class GGUFWeights:
         kv_cache: whether keys and values are quantized.
     """
 
-    folder: Path
-    config: Any
     identity: str
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
     read: Read
-    blocks: Mapping[str, str] = field(default_factory=dict)
     scheme: str | None = None
     read_quantized: Callable[[str, int, int], QTensor] | None = None
     working_bytes: int = 0

@@ -21,6 +21,7 @@ from quantflow.exporting import export as export_stage
 from quantflow.exporting import gguf_export
 from quantflow.exporting.gguf_source import open_weights
 from quantflow.formats.llama_cpp import gguf
+from quantflow.formats.llama_cpp.file_plan import planned
 from quantflow.models.reading import read_tensor
 from quantflow.progress import SILENT
 from quantflow.runtime.artifact import open_artifact
@@ -489,7 +490,7 @@ def test_the_proof_does_not_depend_on_how_the_file_was_cut(llama, tmp_path, monk
     path = export(llama, tmp_path / "o")
     weights = open_weights(llama)
     monkeypatch.setattr(gguf_export, "PIECE_BYTES", 300)
-    gguf_export.prove(path, weights, gguf_export.planned(weights, "BF16"))
+    gguf_export.prove(path, weights, planned(weights, "BF16"))
 
 
 def no_tokenizer(model):
