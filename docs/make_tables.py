@@ -141,7 +141,7 @@ def _things() -> tuple[tuple[str, Refused], ...]:
         ("mixtures of experts", lambda supports: supports.mixtures),
         ("norms that subtract the mean (GPT-NeoX)", lambda supports: supports.centred_norms),
         ("`--ranks N` of quantize", lambda supports: supports.ranks),
-        ("`target_bpw`, `max_kld`", lambda supports: supports.chosen_schemes),
+        ("`target_bpw`, `target_size`, `max_kld`", lambda supports: supports.chosen_schemes),
         ("`quantized_inputs`", lambda supports: supports.layer_inputs),
         ("`input_observer`: mse, percentile", lambda supports: supports.histograms),
     )

@@ -12,6 +12,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.core.support import Supports
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph
+from quantflow.planning.recipe import CHOICE
 from quantflow.transforms import ROTATIONS, TRANSFORMS, HadamardTransform, Transform
 
 KNOWN: Mapping[str, Transform | HadamardTransform] = {**ROTATIONS, **TRANSFORMS}
@@ -116,9 +117,7 @@ def check_transforms(
                 f"{name}: input_observer={observer!r} with transform {transform}"
             )
         if chosen and supports.chosen_schemes is not None:
-            raise supports.chosen_schemes.error(
-                f"{name}: target_bpw or max_kld with transform {transform}"
-            )
+            raise supports.chosen_schemes.error(f"{name}: {CHOICE} with transform {transform}")
 
 
 def mixing_inputs(

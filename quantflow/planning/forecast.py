@@ -27,8 +27,6 @@ from quantflow.core.kv import kv_words
 from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.files.canonical import canonical_json, readable_json
 from quantflow.files.checkpoint import Checkpoint
-from quantflow.files.safetensors_header import TensorInfo
-from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.files.side_files import side_files_of
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.open import graph_for, notes_of, open_files
@@ -50,6 +48,7 @@ from quantflow.planning.device_memory import (
     validate_on_device,
 )
 from quantflow.planning.durations import Speed
+from quantflow.planning.file_size import weight_bytes, weight_of
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.mtp import MtpPlan
 from quantflow.planning.plan import Plan, kept_for_few_inputs, narrowed, resolve, text_dtype
@@ -58,7 +57,6 @@ from quantflow.planning.recipe import Recipe
 from quantflow.planning.requirements import counts_in_measure, statistics_for
 from quantflow.planning.resources import grant, memory_limit
 from quantflow.planning.sizes import (
-    FORMAT,
     ModelSize,
     elements_of,
     layer_bytes,
@@ -66,7 +64,6 @@ from quantflow.planning.sizes import (
     mtp_file_bytes,
     outside_bytes,
     quantized_bytes,
-    quantized_specs,
 )
 from quantflow.progress import Progress
 from quantflow.sources.headers import described
@@ -351,7 +348,7 @@ def _artifact(
     """The artifact to come: bytes, bits per weight, coverage, schemes, and how it can be cut."""
     weights = bits = 0
     for linear, scheme in plan.quantized.items():
-        info = _weight(model, plan, linear)
+        info = weight_of(model.infos, plan, linear)
         weights += elements_of(info)
         bits += 8 * quantized_bytes(linear, scheme, info)
     covered = [
@@ -391,20 +388,8 @@ def output_bytes(
     checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int
 ) -> int:
     """Bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
+    weights = weight_bytes(model.infos, graph, plan, kv_heads=model.kv_heads, shard_size=shard_size)
     schemes = plan.quantized
-    replaced = {f"{linear}.weight" for linear in schemes}
-    specs: dict[str, Spec] = {
-        name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced
-    }
-    for linear, scheme in schemes.items():
-        specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
-    for layer in graph.layers if plan.kv_cache is not None else ():
-        specs |= FORMAT.kv_tensor_specs(
-            layer.attention or layer.prefix, plan.kv_cache, model.kv_heads
-        )
-    weights = layout(specs).nbytes
-    if weights > shard_size:
-        weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
     config = len(
         readable_json(
             artifact_config(
@@ -416,14 +401,6 @@ def output_bytes(
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)
     manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
     return weights + config + side + manifest + CARD
-
-
-def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
-    """The source's weight of a linear; for a tied head the embedding's."""
-    head = plan.head
-    return model.infos[
-        head.tensor if head is not None and head.linear == linear else f"{linear}.weight"
-    ]
 
 
 def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@
                    linears, signround: {iterations, sequences, start}, tune: {steps, sequences},
                    kv_cache: {scheme, granularity}, head: {scheme, algorithm, group_size},
                    mtp: {scheme, algorithm, group_size},
-                   quantized_inputs, experts, expert_tokens, target_bpw, max_kld, bits_of,
-                   expect}, ...]
+                   quantized_inputs, experts, expert_tokens, target_bpw, target_size,
+                   max_kld, bits_of, expect}, ...]
     unify:       {groups}
     export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, ranks,
@@ -51,6 +51,8 @@ from quantflow.units import parse_size
 FED = ("routed", "all")  # tokens that measure shows to an expert
 ACTIVE = "active"
 BITS_OF = ("stored", ACTIVE)  # what a choice of schemes counts
+BOUNDS = ("target_bpw", "target_size", "max_kld")  # by which schemes are chosen
+CHOICE = "target_bpw, target_size or max_kld"
 # what to do with experts that calibration reached too seldom; quantflow/planning/experts.py
 POLICIES = ("error", "all", "damp", "rtn", "share_max")
 RUN_DTYPES = ("float32", "bfloat16")  # dtypes of weights and activations while the model runs
@@ -353,8 +355,8 @@ class Quantize:
     """One entry: the settings of one artifact.
 
     Null stands for the value of the scheme's preset; for `quantized_inputs`, for the one that
-    measured better. With `target_bpw` or `max_kld` every linear of a layer that `overrides` does
-    not name gets one of the `candidates`, by measured sensitivities. `tune` null tunes only where
+    measured better. With one of `BOUNDS` every linear of a layer that `overrides` does not name
+    gets one of the `candidates`, by measured sensitivities. `tune` null tunes only where
     `algorithm` is good or best and weights alone are quantized below 8 bits.
     """
 
@@ -470,6 +472,13 @@ class Quantize:
         metavar="BITS",
         help="Choose schemes for so many bits per weight, such as 4.25.",
     )
+    target_size: str | None = _for_quantize(
+        None,
+        "--target-size",
+        metavar="SIZE",
+        help="Choose schemes for so many bytes of the weights' files, such as 4GB: of GGUF with a "
+        "type of llama.cpp.",
+    )
     max_kld: float | None = _for_quantize(
         None,
         "--max-kld",
@@ -493,7 +502,13 @@ class Quantize:
     @property
     def mixed(self) -> bool:
         """Whether schemes are to be chosen."""
-        return self.target_bpw is not None or self.max_kld is not None
+        return bool(self.bounds)
+
+    @property
+    def bounds(self) -> dict[str, float | str]:
+        """What bounds a choice of schemes: its setting and value; of several one is to be given."""
+        given = {key: getattr(self, key) for key in BOUNDS}
+        return {key: value for key, value in given.items() if value is not None}
 
     def __post_init__(self) -> None:
         """Refuse values that no stage could use."""
@@ -560,15 +575,20 @@ class Quantize:
 
     def _check_choice(self) -> None:
         """Refuse settings by which schemes cannot be chosen."""
-        if self.target_bpw is not None and self.max_kld is not None:
-            raise UsageError(
-                f"quantize {self.name!r}: target_bpw={self.target_bpw} beside "
-                f"max_kld={self.max_kld}",
-                "give one of them",
-            )
+        if len(self.bounds) > 1:
+            given = " beside ".join(f"{key}={value}" for key, value in self.bounds.items())
+            raise UsageError(f"quantize {self.name!r}: {given}", "give one of them")
         for key, value in (("target_bpw", self.target_bpw), ("max_kld", self.max_kld)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UsageError(f"quantize {self.name!r}: {key}={value}", "give a positive number")
+        if self.target_size is not None:
+            parse_size(self.target_size)
+        if self.target_size is not None and self.bits_of == ACTIVE:
+            raise UsageError(
+                f"quantize {self.name!r}: target_size={self.target_size} of {ACTIVE} bits; a file "
+                "holds all",
+                "leave bits_of out, or give target_bpw",
+            )
         if self.bits_of not in (None, *BITS_OF):
             raise UsageError(
                 f"quantize {self.name!r}: bits_of={self.bits_of!r}",
@@ -577,13 +597,14 @@ class Quantize:
         if self.bits_of is not None and not self.mixed:
             raise UsageError(
                 f"quantize {self.name!r}: bits_of={self.bits_of} and nothing to choose",
-                "give target_bpw or max_kld, or leave bits_of out",
+                f"give {CHOICE}, or leave bits_of out",
             )
         if self.candidates is not None and not (self.mixed and self.candidates):
+            asked = ", ".join(f"{key}={value}" for key, value in self.bounds.items())
             raise UsageError(
                 f"quantize {self.name!r}: {len(self.candidates)} candidates, "
-                f"target_bpw={self.target_bpw}",
-                "name at least one, and give target_bpw or max_kld; or leave candidates out",
+                f"{asked or 'and nothing to choose'}",
+                f"name at least one, and give {CHOICE}; or leave candidates out",
             )
 
 

@@ -35,7 +35,15 @@ from quantflow.observers.min_max import MAX_VAL, MIN_VAL
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning.compatibility import KNOWN, check_transforms
 from quantflow.planning.experts import REFUSING
-from quantflow.planning.recipe import HeadSettings, MtpSettings, Override, Quantize, SignRound, Tune
+from quantflow.planning.recipe import (
+    CHOICE,
+    HeadSettings,
+    MtpSettings,
+    Override,
+    Quantize,
+    SignRound,
+    Tune,
+)
 from quantflow.transforms import ROTATIONS, smoothquant
 
 GRADIENT_SUM = GRADIENTS.name  # the one statistic that algorithms read of a linear's output
@@ -237,9 +245,7 @@ def learned_of(entry: Quantize) -> SignRound | None:
             f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}"
         )
     if entry.mixed and supports.chosen_schemes is not None:
-        raise supports.chosen_schemes.error(
-            f"{entry.name}: target_bpw or max_kld with {entry.algorithm}"
-        )
+        raise supports.chosen_schemes.error(f"{entry.name}: {CHOICE} with {entry.algorithm}")
     return entry.signround or SignRound()
 
 

@@ -78,7 +78,7 @@ from quantflow.planning.plan import (
     resolve,
     text_dtype,
 )
-from quantflow.planning.recipe import Quantize
+from quantflow.planning.recipe import CHOICE, Quantize
 from quantflow.planning.resources import Allowance, account, allow_quantize
 from quantflow.planning.sizes import FLOAT, model_size
 from quantflow.progress import Progress
@@ -105,7 +105,15 @@ if TYPE_CHECKING:
 
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
-LATER = ("linears", "scale_method", "scale_arithmetic", "bits_of", "mtp", "imatrix")
+LATER = (
+    "linears",
+    "scale_method",
+    "scale_arithmetic",
+    "bits_of",
+    "mtp",
+    "imatrix",
+    "target_size",
+)
 PARTS = (
     "layers",
     OUTSIDE,
@@ -245,7 +253,7 @@ def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progre
     """Choose the schemes and quantize with them, until the result costs what was allowed."""
     if job.ranks > 1:
         raise UsageError(
-            f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
+            f"quantize: {CHOICE} with --ranks {job.ranks}",
             "choose with one process; give the recipe.yaml that it writes to the ranks",
         )
     mixture = choose.mixture_of(

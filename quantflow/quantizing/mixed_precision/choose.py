@@ -22,6 +22,7 @@ from quantflow.models.graph import Graph
 from quantflow.models.identity import identify
 from quantflow.models.open import ModelFiles
 from quantflow.planning.cost import need_choice
+from quantflow.planning.file_size import bytes_beside
 from quantflow.planning.plan import Plan, overridden
 from quantflow.planning.recipe import ACTIVE, Candidate, Quantize, Resources
 from quantflow.planning.resources import grant
@@ -147,6 +148,11 @@ def _worked_out(
                 for name in kept
             ),
         ),
+        beside=(
+            bytes_beside(entry, plan, wanted, source=source, graph=graph)
+            if entry.target_size is not None
+            else None
+        ),
     )
 
 
@@ -244,9 +250,6 @@ def words(candidate: Candidate) -> str:
 
 
 def _asked(entry: Quantize) -> str:
-    bound = (
-        f"target_bpw {entry.target_bpw}"
-        if entry.target_bpw is not None
-        else f"max_kld {entry.max_kld}"
-    )
+    ((key, value),) = entry.bounds.items()
+    bound = f"{key} {value}"
     return f"{bound} of active bits" if entry.bits_of == ACTIVE else bound

@@ -1,6 +1,7 @@
 """Mixed precision: a scheme for each linear, so that bits or divergence keep to a limit.
 
     target_bpw    the least predicted divergence with at most so many bits per quantized weight
+    target_size   the same with at most so many bytes of the weights' files
     max_kld       the fewest bits with at most so much divergence: predictions are corrected by the
                   measured divergence of the choice, and schemes are chosen again until measured and
                   wanted agree
@@ -28,6 +29,7 @@ from quantflow.models.graph import Graph, Layer
 from quantflow.planning.recipe import ACTIVE, Candidate, Override, Quantize
 from quantflow.quantizing.mixed_precision.knapsack import solve_multiple_choice_knapsack
 from quantflow.quantizing.mixed_precision.sensitivity import ChoiceItem, candidates_of
+from quantflow.units import parse_size
 
 VERSION = 1  # of what is predicted and how it is chosen
 ROUNDS = 6  # of quantizing and measuring, after which the best of them is taken
@@ -63,6 +65,8 @@ class ChosenMixture:
         items: linears that get one scheme, with the bits and the cost of each candidate.
         tokens: number of tokens that the divergence was predicted over.
         fixed: weights and bits of the linears that overrides name, counted as the entry counts.
+        beside: bytes of the weights' files beside the items, which a size bounds as well; None
+            where no size is given.
         rounds: rounds of earlier choices.
     """
 
@@ -72,6 +76,7 @@ class ChosenMixture:
     items: tuple[ChoiceItem, ...]
     tokens: int
     fixed: tuple[float, float]
+    beside: int | None = None
     rounds: tuple[Round, ...] = ()
 
     @property
@@ -141,9 +146,8 @@ class ChosenMixture:
         """
         if self.settled:
             return self.rounds[-1].picks
-        if self.entry.target_bpw is not None:
-            return self._within_bits(self.entry.target_bpw)
-        assert self.entry.max_kld is not None  # otherwise nothing is to be chosen
+        if self.entry.max_kld is None:
+            return self._within_bits()
         if len(self.rounds) < ROUNDS:
             return self._within_divergence(self.entry.max_kld)
         holding = [one for one in self.rounds if one.measured <= self.entry.max_kld]
@@ -194,6 +198,7 @@ class ChosenMixture:
             self.entry,
             overrides=overrides,
             target_bpw=None,
+            target_size=None,
             max_kld=None,
             bits_of=None,
             candidates=None,
@@ -204,6 +209,7 @@ class ChosenMixture:
         return {
             "target_bpw": self.entry.target_bpw,
             "max_kld": self.entry.max_kld,
+            **({} if self.beside is None else {"target_size": self.entry.target_size}),
             **({"bits_of": ACTIVE} if self.active else {}),
             "tokens": self.tokens,
             "bits_per_weight": self.bits_per_weight(self.picks),
@@ -235,22 +241,38 @@ class ChosenMixture:
         """Whether the corrected choice takes fewer bits than another that holds."""
         return self.bits_per_weight(self.picks) < self.bits_per_weight(picks)
 
-    def _within_bits(self, target: float) -> tuple[int, ...]:
-        limit = int(target * self.weights) - self.fixed[1]
+    @property
+    def _limit(self) -> float:
+        """The bits that the items may take together, as the entry counts them."""
+        if self.beside is not None:
+            assert self.entry.target_size is not None
+            return 8 * (parse_size(self.entry.target_size) - self.beside)
+        assert self.entry.target_bpw is not None  # otherwise nothing is to be chosen
+        return int(self.entry.target_bpw * self.weights) - self.fixed[1]
+
+    def _within_bits(self) -> tuple[int, ...]:
         picks = self._least(
             [
                 {n: (bits * self._share(item), cost) for n, (bits, cost) in item.options.items()}
                 for item in self.items
             ],
-            limit,
+            self._limit,
         )
         if picks is None:
             smallest = [
                 min(item.options.items(), key=lambda pair: pair[1][0])[0] for item in self.items
             ]
+            if self.beside is not None:
+                bits = sum(item.options[n][0] for item, n in zip(self.items, smallest, strict=True))
+                raise UsageError(
+                    f"{self.entry.name}: target_size={self.entry.target_size}, the smallest "
+                    f"candidates take {bits // 8:,} bytes and the rest of the files "
+                    f"{self.beside:,}",
+                    "give a larger size, or smaller candidates",
+                )
             raise UsageError(
-                f"{self.entry.name}: target_bpw={target}, the smallest candidates take "
-                f"{self.bits_per_weight(smallest):.4f}",
+                f"{self.entry.name}: target_bpw={self.entry.target_bpw}, the smallest candidates "
+                f"take {self.bits_per_weight(smallest):.4f}",
                 "give more bits, or smaller candidates",
             )
         return picks
@@ -296,7 +318,7 @@ def _ratio(rounds: Sequence[Round]) -> float:
 def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
     """The digest of what a choice is made from."""
     # which older choices do not name
-    later = ("scale_method", "scale_arithmetic", "bits_of", "imatrix")
+    later = ("scale_method", "scale_arithmetic", "bits_of", "imatrix", "target_size")
     given = {key: value for key, value in asdict(entry).items() if key not in later or value}
     words = {key: value for key, value in given.items() if key not in ("name", "expect")}
     return digest_of([VERSION, words, model, measurement])
@@ -327,6 +349,7 @@ def write(folder: Path, mixture: ChosenMixture) -> None:
         "items": items,
         "tokens": mixture.tokens,
         "fixed": list(mixture.fixed),
+        "beside": mixture.beside,
         "rounds": rounds,
     }
     disk.write_atomic(path_of(folder, mixture.key), canonical_json(record))
@@ -359,6 +382,7 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
             ),
             tokens=record["tokens"],
             fixed=(record["fixed"][0], record["fixed"][1]),
+            beside=record.get("beside"),
             rounds=tuple(
                 Round(**{**one, "picks": tuple(one["picks"])}) for one in record["rounds"]
             ),

@@ -1,6 +1,7 @@
 """Mixed precision: sensitivities, schemes within bits or divergence, and the choice as a recipe."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import load_model, open_source
 from quantflow.models.open import graph_for
 from quantflow.numerics.divergence import token_kld
+from quantflow.planning.file_size import SPARE
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import (
     Calibration,
@@ -644,6 +646,43 @@ def test_among_types_of_llama_cpp_bits_are_those_of_the_file_and_nothing_is_fuse
     assert sorted(scheme.name for scheme in again.values()) == sorted(types.values())
 
 
+@pytest.mark.parametrize("scheme", ["Q4_K_M", "W4A16"])
+def test_a_size_bounds_the_files_and_little_of_it_is_left(llama, measured, tmp_path, scheme):
+    """Of GGUF with llama.cpp's types, header and tokenizer among it; else of safetensors."""
+
+    def made(target):
+        candidates = None if scheme == "Q4_K_M" else SMALL
+        entry = Quantize(
+            name="size", scheme=scheme, algorithm="rtn", target_size=target, candidates=candidates
+        )
+        return quantize.run(
+            QuantizeJob(model=llama, output=tmp_path / target, entry=entry, measurement=measured),
+            QUIET,
+        )
+
+    def size(folder):
+        assert run("export", folder, "-o", tmp_path / "a", "-q") == 0
+        files = list((tmp_path / "a").glob("*.safetensors"))
+        if scheme == "Q4_K_M":
+            line = ("export", tmp_path / "a", "-o", tmp_path / "f", "--format", "gguf", "-q")
+            assert run(*line) == 0
+            files = list((tmp_path / "f").glob("*.gguf"))
+        return sum(path.stat().st_size for path in files)
+
+    with pytest.raises(UsageError, match="target_size=1KB, the smallest candidates take") as least:
+        made("1KB")
+    numbers = [int(word.replace(",", "")) for word in re.findall(r"[0-9,]{5,}", str(least.value))]
+    target = sum(numbers) + 20_000
+    folder = made(f"{target}B")
+    written = size(folder)
+    linears = sum(len(item["linears"]) for item in record(folder)["items"])
+    step = max(  # bytes between a choice and the next larger one
+        max(option["bits"] for option in item["options"]) // 8 for item in record(folder)["items"]
+    )
+    assert target - step - SPARE * linears < written <= target
+    assert record(folder)["target_size"] == f"{target}B"
+
+
 def test_experts_of_a_layer_share_a_type_of_llama_cpp_tensor_by_tensor(family_model):
     graph = graph_for(open_source(family_model("qwen3_moe")).config)
     (layer, *_) = graph.layers
@@ -686,9 +725,18 @@ def test_an_override_by_a_name_of_both_a_type_and_a_mixture_means_the_type(llama
             {"target_bpw": 4.0, "max_kld": 0.1},
             "target_bpw=4.0 beside max_kld=0.1; give one of them",
         ),
+        (
+            {"target_bpw": 4.0, "target_size": "4GB"},
+            "target_bpw=4.0 beside target_size=4GB; give one of them",
+        ),
         ({"target_bpw": 0.0}, "target_bpw=0.0; give a positive number"),
+        ({"target_size": "4XB"}, "size '4XB'; write a positive number"),
+        (
+            {"target_size": "4GB", "bits_of": "active"},
+            "target_size=4GB of active bits; a file holds all; leave bits_of out",
+        ),
         ({"max_kld": float("nan")}, "max_kld=nan; give a positive number"),
-        ({"candidates": THREE}, "3 candidates, target_bpw=None; .* leave candidates out"),
+        ({"candidates": THREE}, "3 candidates, and nothing to choose; .* leave candidates out"),
         ({"candidates": (), "target_bpw": 4.0}, "0 candidates, target_bpw=4.0; name at least one"),
     ],
 )
@@ -712,7 +760,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     ):
         quantize.run(replace(job, measurement=tmp_path / "1"), QUIET)
     with pytest.raises(
-        UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"
+        UsageError, match="target_size or max_kld with --ranks 2; choose with one process"
     ):
         quantize.run(QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
 
@@ -720,7 +768,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
 @pytest.mark.parametrize("transform", ["smoothquant", "awq", "hadamard"])
 def test_transforms_are_refused_before_anything_is_measured_or_chosen(llama, tmp_path, transform):
     entry = Quantize(name="x", scheme="W4A16", target_bpw=4.5, transforms=({transform: None},))
-    message = f"target_bpw or max_kld with transform {transform}; .* leave transforms out"
+    message = f"target_size or max_kld with transform {transform}; .* leave transforms out"
     with pytest.raises(UsageError, match=message):
         statistics_for([entry])
     with pytest.raises(UsageError, match=message):

@@ -272,7 +272,7 @@ def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
             {"target_bpw": 4.0, "group_size": None},
             {},
             UsageError,
-            "target_bpw or max_kld with signround; choose with gptq",
+            "target_bpw, target_size or max_kld with signround; choose with gptq",
         ),
     ],
 )
