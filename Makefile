@@ -40,6 +40,8 @@ export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 export DEEPSPEED_ENV ?= $(wildcard artifacts/peers/deepspeed)
 # the oldest versions of our dependencies likewise: constraints-oldest.txt.
 export OLDEST_ENV ?= $(wildcard artifacts/peers/oldest)
+# triton-xpu likewise, a folder that pip filled by --target (benchmarks/triton_compiled.py).
+export TRITON_XPU ?= $(wildcard artifacts/peers/triton-xpu)
 # OpenVINO likewise: openvino-genai, openvino-tokenizers.
 export OPENVINO_ENV ?= $(wildcard artifacts/peers/openvino)
 # Intel's extension likewise, three of them: tests/parity/test_ipex.py says what each holds.

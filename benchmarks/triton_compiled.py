@@ -6,6 +6,14 @@
 Needs the package triton, and no GPU. Of the code of one program, `instructions` counts all of the
 machine's, `matrix` those of tensor cores (mma, wgmma, tcgen05, mfma); `spilled` is bytes of
 registers that went to memory.
+
+The package triton-xpu, which has the same module, compiles for Intel's cards alone:
+
+    pip install --no-deps --target artifacts/peers/triton-xpu triton-xpu==3.3.0b1
+    PYTHONPATH=artifacts/peers/triton-xpu python benchmarks/triton_compiled.py
+
+Its code is SPIR-V, which the card's driver translates: instructions are those of SPIR-V, matrix
+instructions are calls of the driver's matrix product, and nobody knows yet what is spilled.
 """
 
 import argparse
@@ -14,11 +22,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,13 +41,28 @@ from quantflow.core import rounding_kernel  # noqa: E402
 from quantflow.core.scheme import preset  # noqa: E402
 from quantflow.numerics import columns_kernel  # noqa: E402
 
-CARDS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90a": GPUTarget("cuda", 90, 32),
-    "sm_100a": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+# What a driver says of Intel's Data Center GPU Max, as far as the compiler asks.
+MAX = {
+    "name": "Intel Data Center GPU Max 1550",
+    "sub_group_sizes": [16, 32],
+    "has_fp64": True,
+    "has_subgroup_matrix_multiply_accumulate": True,
+    "has_subgroup_matrix_multiply_accumulate_tensor_float32": True,
+    "has_subgroup_2d_block_io": True,
+    "has_bfloat16_conversions": True,
 }
-MATRIX = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma\w*)"
+OF_INTEL = "intel" in backends
+CARDS = (
+    {"max1550": GPUTarget("xpu", MAX, 32)}
+    if OF_INTEL
+    else {
+        "sm_80": GPUTarget("cuda", 80, 32),
+        "sm_90a": GPUTarget("cuda", 90, 32),
+        "sm_100a": GPUTarget("cuda", 100, 32),
+        "gfx942": GPUTarget("hip", "gfx942", 64),
+    }
+)
+MATRIX = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma\w*|\w+_matrix_mad_k\d+)"
 COLUMNS, ROWS = 4096, 14336
 POINTERS = {
     "x": "*bf16",
@@ -59,6 +85,8 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
+    if OF_INTEL:
+        _know_no_architecture()
     rows = [row for card in CARDS for row in compiled(card)]
     if parser.parse_args().json:
         print(json.dumps(rows))
@@ -71,7 +99,7 @@ def main() -> int:
     for row in sorted(rows, key=lambda row: row["kernel"]):
         print(
             "| {kernel} | {of} | {card} | {shared:,} | {spilled} | {instructions:,} | {matrix} |"
-            "".format(**row)
+            "".format(**row | ({"spilled": "-"} if row["spilled"] is None else {}))
         )
     return 0
 
@@ -140,8 +168,23 @@ def compile_for(
     return triton.compile(source, target=CARDS[card], options=options)
 
 
-def counted(made: Any) -> dict[str, int]:
+def _know_no_architecture() -> None:
+    """Let Intel's compiler ask nothing of SYCL, which would say what an architecture can do."""
+    of_intel: Any = backends["intel"].compiler
+    of_intel.__init__.__globals__["compile_module_from_src"] = lambda source, name: SimpleNamespace(
+        parse_device_arch=lambda architecture: ""
+    )
+
+
+def counted(made: Any) -> dict[str, int | None]:
     """The figures of a program."""
+    if "spv" in made.asm:
+        return {
+            "shared": made.metadata.shared,
+            "spilled": None,
+            "instructions": len(list(_words(made.asm["spv"]))),
+            "matrix": len(re.findall(r"call[^@\n]*@" + MATRIX[2:], made.asm["llir"])),
+        }
     on_amd = "amdgcn" in made.asm
     code = made.asm["amdgcn"] if on_amd else inspected(made, "-sass")
     text = code if on_amd else made.asm["ptx"]
@@ -153,6 +196,15 @@ def counted(made: Any) -> dict[str, int]:
         "instructions": len(re.findall(pattern, code, re.MULTILINE)),
         "matrix": len(re.findall(MATRIX, text)),
     }
+
+
+def _words(binary: bytes) -> Iterator[int]:
+    """The places of SPIR-V's instructions; the upper half of an instruction is its length."""
+    words = memoryview(binary).cast("I")
+    place = 5  # behind the header
+    while place < len(words):
+        yield place
+        place += words[place] >> 16
 
 
 def inspected(made: Any, option: str) -> str:

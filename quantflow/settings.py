@@ -16,10 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantflow.accelerators import GPUS
 from quantflow.errors import UsageError, nearest
 
 KEY = "setting"  # key in a field's metadata
-DEVICES = ("cpu", "cuda", "cuda:0", "hpu")  # cuda:N is the GPU of that number
+# cuda:N is the GPU of that number
+DEVICES = ("cpu", *(name for kind in GPUS for name in (kind, f"{kind}:0")), "hpu")
+_DEVICE = re.compile(rf"cpu|({'|'.join(GPUS)})(:[0-9]{{1,3}})?|hpu")
 
 
 def device_flag(name: str) -> str:
@@ -28,7 +31,7 @@ def device_flag(name: str) -> str:
     Raises:
         UsageError: the name is no device's.
     """
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|hpu", name):
+    if not _DEVICE.fullmatch(name):
         raise UsageError(f"device={name!r}", nearest(name, DEVICES))
     return name
 

@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from quantflow.accelerators import CUDA, GPUS, is_gpu
+from quantflow.core.device import missing_gpu
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import PackedLinear, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
@@ -68,17 +70,35 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Requirement:
         device = case.device
         if device.type not in kinds:
             return f"runs on {' and '.join(kinds)}, not on {device.type}"
-        if device.type != "cuda":
+        if device.type != CUDA:
             return None
         if torch.version.cuda is None or not torch.cuda.is_available():
             return f"needs a GPU by NVIDIA, torch {torch.__version__} finds none"
-        present = torch.cuda.get_device_capability(device)
-        message = "needs compute capability {}.{}, {} has {}.{}".format(
-            *capability, device, *present
-        )
-        return message if present < capability else None
+        return _capability_short_of(device, capability)
 
     return lack
+
+
+def on_any_gpu(*, capability: tuple[int, int] = (8, 0)) -> Requirement:
+    """The requirement of a GPU that is here; NVIDIA's has at least this compute capability."""
+
+    def lack(case: Case) -> str | None:
+        device = case.device
+        if not is_gpu(device.type):
+            return f"runs on {' and '.join(GPUS)}, not on {device.type}"
+        if missing := missing_gpu(device):
+            return f"needs {missing}"
+        nvidia = device.type == CUDA and torch.version.cuda is not None
+        return _capability_short_of(device, capability) if nvidia else None
+
+    return lack
+
+
+def _capability_short_of(device: torch.device, least: tuple[int, int]) -> str | None:
+    """The capability of NVIDIA's GPU beside the least one, where it has less."""
+    present = torch.cuda.get_device_capability(device)
+    message = "needs compute capability {}.{}, {} has {}.{}".format(*least, device, *present)
+    return message if present < least else None
 
 
 def divides(number: int, axis: int, *, where: str = "") -> Requirement:

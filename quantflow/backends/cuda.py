@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.accelerators import CUDA
 from quantflow.backends.backend import (
     BFLOAT16,
     E4M3_WEIGHTS,
@@ -41,27 +42,11 @@ from quantflow.backends.backend import (
 from quantflow.core.qtensor import QuantizedLinear, quantize_input
 from quantflow.core.scheme import TensorScheme
 
-NAME = "cuda"
+NAME = CUDA
 _MULTIPLE = 16  # divides both features, and the padded tokens of the product in blocks
 _BLOCK = 128
 _BLOCKS_SINCE = (12, 9)  # the CUDA version whose cuBLAS multiplies blocks
 _WARM_UP = 3  # runs before a capture, so that no set-up of a first call is captured
-
-
-def missing_here(device: torch.device) -> str | None:
-    """What this machine lacks to run on a GPU, in words; None when nothing is missing.
-
-    Args:
-        device: any GPU, or the one with its number.
-    """
-    if not torch.cuda.is_available():
-        return f"a GPU, torch {torch.__version__} finds none"
-    count = torch.cuda.device_count()
-    return (
-        None
-        if (device.index or 0) < count
-        else f"a GPU of that number, torch finds {count}, numbered from 0"
-    )
 
 
 def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[], Tensor]:

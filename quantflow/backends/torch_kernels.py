@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.accelerators import CUDA
 from quantflow.backends import backend
 from quantflow.backends.backend import is_int, requirement
 from quantflow.core.qtensor import QuantizedLinear
@@ -152,7 +153,7 @@ def _on_gpu(requirement: backend.Requirement) -> backend.Requirement:
     return lambda case: None if case.device.type == "cpu" else requirement(case)
 
 
-_DEVICES = backend.on("cpu", "cuda")
+_DEVICES = backend.on("cpu", CUDA)
 _INT8_MM = (
     _DEVICES,
     backend.INT8_WEIGHTS,

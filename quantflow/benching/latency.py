@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from quantflow import cpu_threads, process_memory
+from quantflow.accelerators import GPUS, is_gpu, kind_of
 from quantflow.benching import server_speed
 from quantflow.benching.bench_job import PERCENTILES, BenchJob
 from quantflow.benching.energy import package_joules
@@ -456,6 +457,7 @@ def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path
     prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=job.warmups + job.runs)
     tokens = min(job.new_tokens, job.profile_skip + job.profile_tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
+    kind = kind_of(job.device)
     skipped = (
         schedule(wait=job.profile_skip - 1, warmup=1, active=job.profile_tokens, repeat=1)
         if job.profile_skip
@@ -464,7 +466,7 @@ def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path
     with profile(
         activities=[
             ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if job.device.startswith("cuda") else []),
+            *([getattr(ProfilerActivity, GPUS[kind])] if is_gpu(kind) else []),
         ],
         schedule=skipped,
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),

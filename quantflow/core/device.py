@@ -48,8 +48,9 @@ deterministic (`deterministic`), so one model of device, one driver and one vers
 make the same bits. Its name and capability are in the key of every result (`key`), and a run that
 is resumed on another device makes its layers again.
 
-`cuda` needs CUDA. `hpu` is refused: Gaudi has no float64, in which statistics and errors are added
-up where layers run. Source: the data types of Intel's support matrix of PyTorch on Gaudi.
+`cuda` needs CUDA or ROCm, `xpu` a GPU by Intel that has float64. `hpu` is refused: Gaudi has no
+float64, in which statistics and errors are added up where layers run.
+Source: the data types of Intel's support matrix of PyTorch on Gaudi.
 """
 
 import os
@@ -61,8 +62,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantflow.accelerators import CUDA, GPUS, SOFTWARE, is_gpu, kind_of
 from quantflow.core import groups
-from quantflow.core.fixed_order import KERNELS, in_fixed_order
+from quantflow.core.fixed_order import in_fixed_order
 from quantflow.errors import ResourceError, UnsupportedError, first_line
 
 # With other workspaces the sums of a product may have another order in each run. The first is the
@@ -99,7 +101,7 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         """Whether torch has a module of its kind: memory, streams and pinned memory."""
-        return self.kind.type in KERNELS
+        return is_gpu(self.kind.type)
 
     @property
     def _torch(self) -> Any:
@@ -113,12 +115,9 @@ class Device:
         """
         if self.is_host:
             return {}
-        made_for = {}
-        if self.kind.type == "cuda":
-            made_for = {
-                "cuda": str(torch.version.cuda),
-                "workspace": os.environ.get(_WORKSPACE[0], ""),
-            }
+        made_for = _versions(self.kind.type)
+        if self.kind.type == CUDA:
+            made_for["workspace"] = os.environ.get(_WORKSPACE[0], "")
         return {
             "device": {
                 "kind": self.kind.type,
@@ -222,7 +221,7 @@ class Device:
         ordered = ExitStack()
         try:
             if self.is_gpu:
-                ordered.enter_context(in_fixed_order(KERNELS[self.kind.type]))
+                ordered.enter_context(in_fixed_order(GPUS[self.kind.type]))
             torch.use_deterministic_algorithms(True)
             # filling would write all memory that files are read into
             memory.fill_uninitialized_memory = False
@@ -254,43 +253,77 @@ def open_device(name: str) -> Device:
     """The device of a name.
 
     Args:
-        name: `cpu`, `cuda`, `cuda:N` or `hpu`.
+        name: `cpu`, `hpu`, or a GPU: `cuda`, `cuda:N`, `xpu`, `xpu:N`.
 
     Raises:
         UnsupportedError: this machine, or this version, does not run layers on it.
     """
-    kind = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
-    if kind is None:
+    if name == "cpu":
+        return HOST
+    kind = kind_of(name)
+    if not is_gpu(kind):
         raise UnsupportedError(
             f"--device {name}: Gaudi has no float64, in which statistics and errors are added up",
-            "use --device cpu or cuda, or take what Gaudi's toolkit measured (--measurement), "
-            "and export with --format inc",
+            f"use --device cpu or {' or '.join(GPUS)}, or take what Gaudi's toolkit measured "
+            "(--measurement), and export with --format inc",
         )
-    if kind.type == "cpu":
-        return HOST
-    if not torch.cuda.is_available():
-        built = (
-            f"is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "is built without CUDA"
-        )
+    module: Any = torch.get_device_module(kind)
+    if not module.is_available():
+        needed = " or ".join(SOFTWARE[kind].values())
         raise UnsupportedError(
-            f"--device {name}: torch {torch.__version__} {built} and finds no device",
-            "use --device cpu, or install a driver and a torch for CUDA",
+            f"--device {name}: torch {torch.__version__} {_built(kind)} and finds no device",
+            f"use --device cpu, or install a driver and a torch for {needed}",
         )
-    index = kind.index or 0
-    count = torch.cuda.device_count()
+    index = torch.device(name).index or 0
+    count = module.device_count()
     if index >= count:
         raise UnsupportedError(
             f"--device {name}: torch finds {count}, numbered from 0",
-            f"use cuda:0 to cuda:{count - 1}",
+            f"use {kind}:0 to {kind}:{count - 1}",
         )
-    _settle_workspace(name)
-    kind = torch.device("cuda", index)
-    properties = torch.cuda.get_device_properties(kind)
-    return Device(
-        kind=kind, model=properties.name, capability=f"{properties.major}.{properties.minor}"
+    if kind == CUDA:
+        _settle_workspace(name)
+    device = torch.device(kind, index)
+    properties = module.get_device_properties(device)
+    if not getattr(properties, "has_fp64", True):  # only Intel's say
+        raise UnsupportedError(
+            f"--device {name}: {properties.name} has no float64, in which statistics and errors "
+            "are added up",
+            "use --device cpu",
+        )
+    version = f"{properties.major}.{properties.minor}" if kind == CUDA else str(properties.version)
+    return Device(kind=device, model=properties.name, capability=version)
+
+
+def missing_gpu(device: torch.device) -> str | None:
+    """What this machine lacks to run on a GPU, in words; None when nothing is missing.
+
+    Args:
+        device: any GPU of a kind, or the one with its number.
+    """
+    module: Any = torch.get_device_module(device)
+    if not module.is_available():
+        return f"a GPU, torch {torch.__version__} finds none"
+    count = module.device_count()
+    return (
+        None
+        if (device.index or 0) < count
+        else f"a GPU of that number, torch finds {count}, numbered from 0"
     )
+
+
+def _versions(kind: str) -> dict[str, str]:
+    """The versions of what torch is built on for a kind of GPU, by torch's names of it."""
+    found = {name: getattr(torch.version, name, None) for name in SOFTWARE.get(kind, ())}
+    return {name: str(version) for name, version in found.items() if version}
+
+
+def _built(kind: str) -> str:
+    """What torch is built on for a kind of GPU, in words."""
+    found = [f"{SOFTWARE[kind][name]} {version}" for name, version in _versions(kind).items()]
+    if not found:
+        return f"is built without {' or '.join(SOFTWARE[kind].values())}"
+    return f"is built for {' and '.join(found)}"
 
 
 def _settle_workspace(name: str) -> None:

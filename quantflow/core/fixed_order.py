@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-# kind of device -> torch's key of its kernels; ROCm's are those of cuda
-KERNELS = {"cuda": "CUDA", "xpu": "XPU"}
-
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sums along a dimension, each with the elements before it, in a fixed order.
@@ -66,7 +63,8 @@ def in_fixed_order(key: str) -> Iterator[None]:
     """Compute `ORDERED` as here, in all threads of the process, until the block ends.
 
     Args:
-        key: torch's key of the kernels that are replaced, a value of `KERNELS`.
+        key: torch's key of the kernels that are replaced, a value of
+            `quantflow.accelerators.GPUS`.
     """
     library: Any = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
     try:

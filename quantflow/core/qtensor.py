@@ -1,15 +1,13 @@
 """The quantized weight and the linear that has one: values that all stages pass on."""
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantflow.accelerators import runs_triton
 from quantflow.core import affine, blocks, float8, groups, microscaling, orthogonal
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
@@ -29,19 +27,13 @@ def quantize_input(
     Returns:
         qvalues: [..., features]; scale: [..., 1], one per row, or the stored [1].
     """
-    kernel = _rounding_kernel() if x.device.type == "cuda" else None
-    if kernel is not None and kernel.takes(scheme):
-        codes, scales = kernel.rounded(x, scale, zero_point, scheme)
-        return codes, scales
+    if runs_triton(x.device.type):
+        kernel = import_module("quantflow.core.rounding_kernel")
+        if kernel.takes(scheme):
+            codes, scales = kernel.rounded(x, scale, zero_point, scheme)
+            return codes, scales
     scale = affine.scale_per_token(x, scheme) if scale is None else scale
     return affine.quantize(x, scale, zero_point, scheme), scale
-
-
-@functools.cache
-def _rounding_kernel() -> Any:
-    """The module of the kernel; None where the package triton is missing."""
-    here = find_spec("triton") is not None
-    return import_module("quantflow.core.rounding_kernel") if here else None
 
 
 def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, distributed
 
 from quantflow import process_memory
+from quantflow.accelerators import kind_of
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.dtypes import RUNNING
@@ -234,7 +235,7 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
     if world > 1 and ":" in name:
         raise UsageError(
             f"measure: {world} ranks with --device {name}, which they would share",
-            "give --device cuda: each rank takes the GPU of its number",
+            f"give --device {kind_of(name)}: each rank takes the GPU of its number",
         )
     if world > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{world - 1}")  # there is one for each

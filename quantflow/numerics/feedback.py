@@ -31,12 +31,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantflow.accelerators import runs_triton
 from quantflow.core import affine, codebooks, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import qvalue_dtype
@@ -252,7 +252,7 @@ def round_columns_(
 
 def _rounding_of_blocks(device: torch.device, scheme: TensorScheme) -> Callable[..., Any]:
     """`_Blocks`, or on a GPU the kernel that computes the same, where it takes the scheme."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not runs_triton(device.type):
         return _Blocks
     kernel = import_module("quantflow.numerics.columns_kernel")
     return kernel.round_block_ if kernel.takes(scheme) else _Blocks

@@ -16,6 +16,7 @@ differ in the order of their sums alone.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from quantflow.accelerators import GPUS
 from quantflow.core.groups import spans
 
 _WIDENED = 1 << 22  # weights that are widened at once, 16 MiB
@@ -66,12 +68,20 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 def summed_over_rows(left: Tensor, right: Tensor) -> Tensor:
     """left.T @ right, [A, B] float32, of [N, A] and [N, B] in one float dtype.
 
-    NVIDIA's and AMD's tensor cores multiply bfloat16 and float16 as they are, with sums in float32.
-    Elsewhere both are widened; the products are exact either way, the order of sums is another.
+    Where torch has a kernel for it, tensor cores multiply bfloat16 and float16 as they are, with
+    sums in float32. Elsewhere both are widened; the products are exact either way, the order of
+    sums is another.
     """
-    if left.dtype != torch.float32 and left.device.type == "cuda":
+    if left.dtype != torch.float32 and _sums_in_float32(left.device.type):
         return torch.mm(left.T, right, out_dtype=torch.float32)
     return left.float().T @ right.float()
+
+
+@cache
+def _sums_in_float32(kind: str) -> bool:
+    """Whether torch multiplies matrices of a kind of device into sums of a wider dtype."""
+    key = GPUS.get(kind)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", key)
 
 
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from quantflow import cpu_threads, process_memory
+from quantflow.accelerators import is_gpu, kind_of
 from quantflow.algorithms import TUNE
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
@@ -127,7 +128,7 @@ def _planned(job: PlanJob) -> dict[str, Any]:
             dtype=dtype,
             narrow=narrow,
         )
-    on_cards = recipe.compute.device.startswith("cuda") and not job.probe
+    on_cards = is_gpu(kind_of(recipe.compute.device)) and not job.probe
     cards = {
         name: speed_of(
             card,

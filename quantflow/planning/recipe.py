@@ -788,7 +788,10 @@ class Compute:
     """
 
     device: str = _computing(
-        "cpu", "--device", metavar="DEVICE", help="Where layers run: cpu (default), cuda or cuda:N."
+        "cpu",
+        "--device",
+        metavar="DEVICE",
+        help="Where layers run: cpu (default), cuda, cuda:N, xpu or xpu:N.",
     )
     dtype: str | None = _computing(
         None,

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantflow import process_memory
+from quantflow.accelerators import kind_of
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import Device, open_device
 from quantflow.core.dtypes import RUNNING
@@ -243,7 +244,7 @@ def _check_compute(job: QuantizeJob) -> None:
         raise UsageError(
             f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they "
             "would share",
-            "give --device cuda: each rank takes the GPU of its number",
+            f"give --device {kind_of(job.compute.device)}: each rank takes the GPU of its number",
         )
     if job.ranks > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{job.ranks - 1}")  # raises unless each rank has one

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quantflow.accelerators import GRAPHS
 from quantflow.errors import UsageError
 from quantflow.runtime.shapes import round_up
 from quantflow.settings import check_numbers, setting
@@ -147,7 +148,7 @@ class Buckets:
                 "use less, or a larger --max-input-tokens",
             )
         graphs: tuple[int, ...] = ()
-        if device == "cuda" and self.step_rows is None:
+        if device in GRAPHS and self.step_rows is None:
             graphs = tuple(size for size in self._graphs() if size <= rows)
         return BucketRules(
             step_rows=self.step_multiple(device),

@@ -21,7 +21,7 @@ from quantflow.settings import device_flag, setting
 Words = tuple[tuple[int, ...], ...]
 GENERATE = ("generate",)
 DTYPES = ("float32", "bfloat16", "float16")  # the last in transformers' modules alone
-DEVICE_HELP = "Where the model runs: cpu, cuda, cuda:N or hpu."
+DEVICE_HELP = "Where the model runs: cpu, cuda, cuda:N, xpu, xpu:N or hpu."
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = (

@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quantflow import cpu_threads, process_memory
-from quantflow.backends import cuda, hpu, kernels, native
+from quantflow.accelerators import GPUS
+from quantflow.backends import hpu, kernels, native
 from quantflow.core import scheme
+from quantflow.core.device import missing_gpu
 from quantflow.distributed.communicator import Communicator
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files import signing
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
     from quantflow.runtime.expert_cache import ExpertCache
 
 _MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
-    {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
+    {
+        "cpu": lambda _: None,
+        **dict.fromkeys(GPUS, missing_gpu),
+        hpu.NAME: lambda _: hpu.missing_here(),
+    }
 )
 DECODERS = ("auto", "lean", "transformers")
 

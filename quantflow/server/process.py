@@ -20,8 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quantflow import cpu_threads
-from quantflow.core.fixed_order import KERNELS
+from quantflow import accelerators, cpu_threads
 from quantflow.distributed.launch import launched_folder, launched_rank
 from quantflow.errors import EngineError, QuantflowError, ResourceError, UsageError
 from quantflow.progress import Progress
@@ -346,7 +345,7 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
         where = f", {job.ranks} ranks"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
-    if job.device.partition(":")[0] in KERNELS:
+    if accelerators.is_gpu(accelerators.kind_of(job.device)):
         lines.append("  the fast way on a GPU is --engine vllm, where vLLM is installed")
     if model.alone is not None:
         lines.append(f"  {model.alone}")

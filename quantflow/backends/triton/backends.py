@@ -8,12 +8,12 @@ take from the weight in the model's memory, which has no second copy.
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.accelerators import has_triton
 from quantflow.backends import backend
 from quantflow.backends.backend import Backend, Case, is_int, requirement
 from quantflow.backends.triton import layout
@@ -107,8 +107,8 @@ def _in_steps(case: Case) -> bool:
 
 
 _SHARED = (
-    backend.on("cuda"),
-    requirement("needs the package triton", lambda _: find_spec("triton") is not None),
+    backend.on_any_gpu(),
+    requirement("needs the package triton", lambda _: has_triton()),
     backend.BFLOAT16,
     backend.INPUTS_AS_THEY_ARE,
     requirement(

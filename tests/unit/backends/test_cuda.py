@@ -288,7 +288,7 @@ def test_loading_for_a_gpu_without_one_is_refused_before_anything_is_read(tmp_pa
 
 
 def test_a_device_that_is_not_known_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="device mps is unknown; use one of cpu, cuda, hpu"):
+    with pytest.raises(UsageError, match="device mps is unknown; use one of cpu, cuda, xpu, hpu"):
         load(tmp_path / "missing", device="mps")
 
 

@@ -21,6 +21,7 @@ from quantflow.core.scheme import preset
 from tests.triton_weights import IDS, WEIGHTS, drawn
 
 CPU = torch.device("cpu")
+TRITON_XPU = os.environ.get("TRITON_XPU") or None
 
 
 def needs_triton(test):
@@ -75,7 +76,7 @@ def test_the_shares_of_the_columns_fill_a_card(tokens, rows, steps, expected):
 @pytest.mark.parametrize("name", ["triton_w4a16", "triton_w8a16"])
 def test_a_cpu_is_refused(name):
     case = Case(scheme=preset("W4A16"), device=CPU, shape=(64, 256), dtype=torch.bfloat16)
-    assert BACKENDS[name].why_not(case) == f"{name} runs on cuda, not on cpu"
+    assert BACKENDS[name].why_not(case) == f"{name} runs on cuda and xpu, not on cpu"
 
 
 @needs_triton
@@ -85,16 +86,21 @@ def test_kernels_compute_what_the_equation_says_in_the_interpreter(run_apart, mo
     run_apart("triton_interpreted.py", "-W", "default")
 
 
-@needs_triton
-def test_every_kernel_compiles_for_every_card_and_fits_its_shared_memory():
+def compiled(*paths):
+    """The rows of benchmarks/triton_compiled.py, with the packages of these folders."""
     script = Path(__file__).parents[3] / "benchmarks" / "triton_compiled.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(script.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (script.parents[1], *paths)))
     done = subprocess.run(
         [sys.executable, script, "--json"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@needs_triton
+def test_every_kernel_compiles_for_every_card_and_fits_its_shared_memory():
+    found = compiled()
     assert {row["card"] for row in found} == {"sm_80", "sm_90a", "sm_100a", "gfx942"}
     for row in found:
         limit = 64 << 10 if row["card"] == "gfx942" else 160 << 10
@@ -102,5 +108,17 @@ def test_every_kernel_compiles_for_every_card_and_fits_its_shared_memory():
         assert row["spilled"] == 0, row
         assert row["instructions"] > 100, row
         # products multiply on tensor cores, and nothing else does
+        assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
+    assert {row["kernel"] for row in found} == {"w4a16", "w8a16", "gptq", "rounding"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRITON_XPU is None, reason="TRITON_XPU names no folder of the package")
+def test_every_kernel_compiles_for_intels_card():
+    found = compiled(TRITON_XPU)
+    assert {row["card"] for row in found} == {"max1550"}
+    for row in found:
+        assert 0 < row["shared"] <= 128 << 10, row
+        assert row["instructions"] > 1000, row
         assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
     assert {row["kernel"] for row in found} == {"w4a16", "w8a16", "gptq", "rounding"}

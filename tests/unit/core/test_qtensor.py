@@ -1,12 +1,14 @@
 """QTensor and QuantizedLinear hold their invariants or refuse to exist."""
 
 import math
+import sys
 from dataclasses import FrozenInstanceError, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from quantflow import accelerators
 from quantflow.core import affine, qtensor
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
@@ -291,11 +293,13 @@ def test_an_input_is_rounded_by_the_kernel_on_a_gpu_alone_and_where_it_takes_the
         rounded=lambda x, scale, zero, scheme: ("codes", "scales"),
     )
     int8, float8 = preset("W8A8").input, preset("FP8_DYNAMIC").input
-    monkeypatch.setattr(qtensor, "_rounding_kernel", lambda: kernel)
-    assert qtensor.quantize_input(Elsewhere("cuda"), int8) == ("codes", "scales")
+    monkeypatch.setitem(sys.modules, "quantflow.core.rounding_kernel", kernel)
+    monkeypatch.setattr(accelerators, "has_triton", lambda: True)
+    for kind in ("cuda", "xpu"):
+        assert qtensor.quantize_input(Elsewhere(kind), int8) == ("codes", "scales")
     for kind, scheme in (("cuda", float8), ("cpu", int8), ("hpu", int8)):
         expected = f"scale of {kind}"
         found = qtensor.quantize_input(Elsewhere(kind), scheme)
         assert found == (f"codes by {expected}", expected)
-    monkeypatch.setattr(qtensor, "_rounding_kernel", lambda: None)  # triton is missing
+    monkeypatch.setattr(accelerators, "has_triton", lambda: False)
     assert qtensor.quantize_input(Elsewhere("cuda"), int8)[1] == "scale of cuda"

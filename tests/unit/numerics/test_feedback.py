@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from quantflow import accelerators
 from quantflow.core.scheme import TensorScheme
 from quantflow.numerics import feedback as feedback_module
 from quantflow.numerics.feedback import Feedback, feedback_of, round_columns_
@@ -92,12 +93,13 @@ def test_the_kernel_of_gpus_is_never_used_on_a_cpu_nor_without_triton(monkeypatc
     monkeypatch.setattr(
         feedback_module, "import_module", lambda name: imported.append(name) or kernel
     )
-    monkeypatch.setattr(feedback_module, "find_spec", lambda name: None)
-    for device in ("cpu", "cuda"):
+    monkeypatch.setattr(accelerators, "has_triton", lambda: False)
+    for device in ("cpu", "cuda", "xpu"):
         assert chosen(torch.device(device), INT4) is loop
-    monkeypatch.setattr(feedback_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(accelerators, "has_triton", lambda: True)
     assert chosen(torch.device("cpu"), INT4) is loop
     assert imported == []
-    assert chosen(torch.device("cuda"), INT4) is kernel.round_block_
+    for device in ("cuda", "xpu"):
+        assert chosen(torch.device(device), INT4) is kernel.round_block_
     assert chosen(torch.device("cuda"), replace(INT4, num_bits=8)) is loop  # it does not take it
-    assert imported == ["quantflow.numerics.columns_kernel"] * 2
+    assert imported == ["quantflow.numerics.columns_kernel"] * 3
