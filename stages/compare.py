@@ -62,19 +62,24 @@ def command(
     A candidate is an artifact, a folder that another program quantized, a model or a GGUF file; all
     run through the same code, over the same windows. SOURCE is a model, or a file of
     log-probabilities that `llama-perplexity --save-all-logits` or --write-base wrote: then the
-    figures are those of `llama-perplexity --kl-divergence`. Each further candidate is also compared
-    with the first one, pair by pair. Nothing is judged: `validate` has a gate.
+    figures are those of `llama-perplexity --kl-divergence`. A candidate may also be the address of
+    a server that has OpenAI's /v1/completions, such as vLLM's or `quantflow serve`; it tells of the
+    likeliest tokens alone, so its divergence is a bound from below. Each further candidate is also
+    compared with the first one, pair by pair. Nothing is judged: `validate` has a gate.
 
     \b
     Example: quantflow compare ./llama work/4-export ./llama-awq llama.Q4_K_M.gguf
              quantflow compare ./llama work/4-export --write-base llama.kld --text heldout.txt
              quantflow compare llama.kld llama.Q4_K_M.gguf llama.IQ4_NL.gguf
+             quantflow compare ./llama work/4-export http://localhost:8000#name
     """
     from quantflow.validating import compare_page  # here: it imports the plots
+    from quantflow.validating.served_engine import is_address
 
     job = CompareJob(
         source=Path(source),
-        candidates=tuple(map(Path, candidates)),
+        candidates=tuple(Path(each) for each in candidates if not is_address(each)),
+        servers=tuple(each for each in candidates if is_address(each)),
         output=output,
         write_base=write_base,
         force=force,

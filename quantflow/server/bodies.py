@@ -341,6 +341,7 @@ class CompletionBody(OpenAIBody):
     best_of: U32 | None = None
     echo: Flag | None = False
     logprobs: U32 | None = None
+    return_tokens_as_token_ids: Flag | None = False
     suffix: str | None = None
 
 

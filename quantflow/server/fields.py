@@ -261,7 +261,10 @@ ROWS: tuple[FieldRow, ...] = (
     ),
     _refused("prompt_logprobs", "vLLM", "give `echo` and `logprobs` to /v1/completions"),
     _refused("n_probs post_sampling_probs", "llama.cpp", "give `logprobs`", neutral=(0,)),
-    _refused("return_tokens_as_token_ids", "vLLM", "/tokenize has the ids"),
+    _applied(
+        "return_tokens_as_token_ids", "vLLM", "completions: `logprobs` names tokens `token_id:17`"
+    ),
+    _refused("return_tokens_as_token_ids", "vLLM", "/tokenize has the ids", only="chat prompt"),
     _refused("return_hidden_states", "SGLang", "leave it out"),
     _ignored(
         "spaces_between_special_tokens",

@@ -166,7 +166,11 @@ async def completions(call: HttpCall) -> Response | EventStream | LargeJson:
             answer.__exit__(type(error), error, None)
         raise
     writer = CompletionWriter(
-        model, name=adapter or model.name, echo=bool(body.echo), logprobs=body.logprobs is not None
+        model,
+        name=adapter or model.name,
+        echo=bool(body.echo),
+        logprobs=body.logprobs is not None,
+        by_ids=bool(body.return_tokens_as_token_ids),
     )
     return await _respond(site, answers, writer, body)
 

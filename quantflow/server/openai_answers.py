@@ -221,7 +221,9 @@ class ChatWriter:
 class CompletionWriter:
     """Choices of a completion."""
 
-    def __init__(self, model: ServedModel, *, name: str, echo: bool, logprobs: bool) -> None:
+    def __init__(
+        self, model: ServedModel, *, name: str, echo: bool, logprobs: bool, by_ids: bool = False
+    ) -> None:
         """Keep the form of the answer.
 
         Args:
@@ -229,8 +231,10 @@ class CompletionWriter:
             name: name of the model or of its adapter in the request.
             echo: whether a text begins with its prompt.
             logprobs: whether tokens have their log-probabilities.
+            by_ids: whether these name tokens by their ids.
         """
         self._model, self._echo, self._logprobs = model, echo, logprobs
+        self._by_ids = by_ids
         kinds = dict.fromkeys(("whole", "piece"), "text_completion")
         self._head = Head(model, name=name, prefix="cmpl", **kinds)
         self._places: dict[int, int] = {}  # choice -> length of its text so far
@@ -294,24 +298,30 @@ class CompletionWriter:
             *(answer.prefill if self._echo and whole else ()),
             *pieces,
         ]
+        named = _by_id if self._by_ids else vocabulary.within
         tokens = [vocabulary.within(one.id) for one in shown]
         tops = list[Any]()
         offsets = list[int]()
         place = self._places.get(index, 0)
         for one, token in zip(shown, tokens, strict=True):
-            likeliest = {vocabulary.within(top.id): top.logprob for top in one.top}
-            tops.append(None if one.logprob is None else {**likeliest, token: one.logprob})
+            likeliest = {named(top.id): top.logprob for top in one.top}
+            tops.append(None if one.logprob is None else {**likeliest, named(one.id): one.logprob})
             offsets.append(place)
             hidden = one.hidden if isinstance(one, AnswerPiece) else one.id in vocabulary.special
             place += 0 if hidden else len(token)
         self._places[index] = place
         logprobs = [one.logprob for one in shown]
         return {
-            "tokens": tokens,
+            "tokens": [named(one.id) for one in shown],
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def _by_id(token: int) -> str:
+    """A token's name by its id, as vLLM writes it."""
+    return f"token_id:{token}"
 
 
 def best_rows(answer: Answer, count: int) -> list[Continuation]:

@@ -1,13 +1,13 @@
 """Several models beside one source: divergence over one text, with paired bounds.
 
 Reads    the source, or llama.cpp's base of its log-probabilities; the candidates: artifacts, other
-         programs' folders, GGUF files and models; an evaluation text
+         programs' folders, GGUF files, models and models that are served; an evaluation text
 Writes   <output>/compare.json, compare.html and compare.svg; llama.cpp's base, where it is asked
 Resumes  a comparison of the same inputs is left alone; one that was stopped goes on with its layer
 Fails    3 a text, a base or a candidate that cannot be used; 5 too little memory or disk
 
-All run through our runtime's reference equation, a layer of one model in memory at a time, as in
-`validate` (quantflow/validating/layerwise.py), on the same windows. Two protocols:
+All but served ones run through our runtime's reference equation, a layer of one model in memory at
+a time, as in `validate` (quantflow/validating/layerwise.py), on the same windows. Two protocols:
 
     a model as source     every window's tokens are scored, by KL over all the vocabulary
     a base as source      llama.cpp's: the second half of each chunk, and its formula, so that
@@ -68,6 +68,7 @@ from quantflow.validating.compare_page import indented, write_pages
 from quantflow.validating.layerwise import BASELINE, Comparing, Judge
 from quantflow.validating.llama_cpp_engine import LlamaCppModel
 from quantflow.validating.paired import differences, recorded, window_scores
+from quantflow.validating.served_engine import ServedModel, open_served
 from quantflow.validating.windows import evaluation_sequences
 
 VERSION = 1
@@ -85,13 +86,15 @@ class ComparedModel:
         key: name of its hidden states' folder: a word without a slash.
         folder: its folder; that of a GGUF file holds what was imported from it. Where llama.cpp
             runs the file, it is the file.
-        artifact: the same opened; None where llama.cpp runs it.
+        artifact: the same opened; None where llama.cpp or a server runs it.
+        served: a model that a server runs; None for all others.
     """
 
     name: str
     key: str
     folder: Path
     artifact: Artifact | None
+    served: ServedModel | None = None
 
     @property
     def opened(self) -> Artifact:
@@ -110,13 +113,20 @@ class ComparedModel:
         return leading_bos(self.folder)
 
     def identity(self, digests: Digests) -> Any:
-        """The hashes of its files."""
+        """The hashes of its files, or what a server answers."""
+        if self.served is not None:
+            return self.served.identity()
         if self.artifact is None:
             return [llama_cpp_engine.ENGINE, digests.of_all([self.folder])[self.folder]]
         return fingerprint(self.artifact.checkpoint, digests)
 
-    def about(self) -> tuple[str, int, int]:
-        """What it stores: its schemes or types, the bytes, and the number of weights."""
+    def about(self) -> tuple[str, int | None, int | None]:
+        """What it stores: its schemes or types, the bytes, and the number of weights.
+
+        Of a served model neither is known.
+        """
+        if self.served is not None:
+            return "served", None, None
         if self.artifact is None:
             return llama_cpp_engine.about(self.folder)
         nbytes = sum(info.nbytes for info in self.artifact.checkpoint.infos.values())
@@ -131,6 +141,11 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
     if is_base and job.write_base is not None:
         raise UsageError(f"compare: --write-base of {job.source}, a base itself", "give its model")
     reads: dict[str, str | Path | None] = {"the source": job.source}
+    if job.servers and (is_base or job.write_base is not None):
+        raise UsageError(
+            f"compare: {job.servers[0]} with llama.cpp's base",
+            "give the model as SOURCE and leave --write-base out: a server tells of few tokens",
+        )
     reads |= {f"the candidate {each}": each for each in job.candidates}
     job = replace(job, output=output_folder(job.folder, reads=reads))
     assert job.output is not None
@@ -138,6 +153,7 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
     opened = partial(_side, job=job, device=device, progress=progress)
     source = None if is_base else opened(job.source, key=BASELINE)
     sides = [opened(each, key=f"candidate-{index}") for index, each in enumerate(job.candidates)]
+    sides += [_served(each, job, index) for index, each in enumerate(job.servers)]
     _refuse_doubles(sides)
     inputs = _inputs(job, source, sides, text)
     with (
@@ -180,6 +196,13 @@ def _side(
     )
     artifact = replace(artifact, linears_device=device.kind)
     return ComparedModel(name=str(model), key=key, folder=folder, artifact=artifact)
+
+
+def _served(address: str, job: CompareJob, index: int) -> ComparedModel:
+    model = open_served(address)
+    return ComparedModel(
+        name=model.name, key=f"served-{index}", folder=job.source, artifact=None, served=model
+    )
 
 
 def _refuse_doubles(sides: Sequence[ComparedModel]) -> None:
@@ -233,8 +256,9 @@ def _compare(
                 closing(llama_cpp_engine.open_model(side.folder, longest=longest))
             )
             for side in sides
-            if side.artifact is None
+            if side.artifact is None and side.served is None
         }
+        served = {side.key: side.served for side in sides if side.served is not None}
         if base is None:
             assert source is not None and text is not None
             sequences = _windows(job, source, text, progress)
@@ -245,7 +269,7 @@ def _compare(
                 everybody.insert(0, source)
             sequences = base.sequences(everybody[0].bos)
             vocabulary, where = base.vocabulary, str(base.path)
-        for side in sides:
+        for side in (side for side in sides if side.served is None):
             runs = engines.get(side.key, side)
             if runs.vocabulary != vocabulary:
                 raise InputError(
@@ -259,6 +283,7 @@ def _compare(
             logits |= {name: device.put(each.logits(tokens)) for name, each in engines.items()}
             if base is not None:
                 return base.compare(number, {key: device.fetch(of) for key, of in logits.items()})
+            logits |= {key: one.logits(tokens, logits[BASELINE]) for key, one in served.items()}
             found = scores(logits.pop(BASELINE), logits, device.put(tokens))
             return {key: brought_back(each, device) for key, each in found.items()}
 
@@ -407,7 +432,8 @@ def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, An
         "name": side.name,
         "stored": stored,
         "bytes": nbytes,
-        "bits_per_weight": 8 * nbytes / weights,
+        "bits_per_weight": None if nbytes is None or weights is None else 8 * nbytes / weights,
+        **({} if side.served is None else {"told": side.served.count}),
         "perplexity": float(comparison.nll_candidate.mean().exp()),
         "source_perplexity": float(comparison.nll_baseline.mean().exp()),
         "metrics": {name: asdict(bound) for name, bound in bounds.items()},
@@ -425,7 +451,10 @@ def _stored(artifact: Artifact) -> str:
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """Each further candidate against the first: its divergence minus that one's, with bounds."""
+    """Each further candidate against the first: its divergence minus that one's, with bounds.
+
+    Where one is known from below, it may be worse than it is told, and never better.
+    """
     if len(rows) < 2:
         return []
     first, *others = (
@@ -433,10 +462,11 @@ def _pairs(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]
     )
     found = []
     against = partial(differences, metrics=("mean_kld",), seed=seed, others=len(others) - 1)
+    from_below = {row["name"] for row in rows if "told" in row}
     for name, windows in others:
         difference = against(windows, first[1])["mean_kld"]
-        verdict = (
-            "worse" if difference.lower > 0 else "better" if difference.upper < 0 else "undecided"
-        )
+        worse = difference.lower > 0 and first[0] not in from_below
+        better = difference.upper < 0 and name not in from_below
+        verdict = "worse" if worse else "better" if better else "undecided"
         found.append({"name": name, "against": first[0], "verdict": verdict, **asdict(difference)})
     return found

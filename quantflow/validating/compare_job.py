@@ -36,6 +36,8 @@ class CompareJob:
         source: a model, or a base of log-probabilities as llama.cpp writes it.
         candidates: artifacts, other programs' quantized folders, models and GGUF files; each a
             path or a name on the hub.
+        servers: addresses of models that are served, such as `http://localhost:8000/v1#name`;
+            the name may be left out.
         output: the folder that is written; None is `<source>-compare`, here for a name on the hub.
         text, tokens, sequence_length: the evaluation text, as `validate` takes it; a base has its
             own.
@@ -47,6 +49,7 @@ class CompareJob:
 
     source: Path
     candidates: tuple[Path, ...]
+    servers: tuple[str, ...] = ()
     output: Path | None = None
     text: str | None = setting(
         None,
@@ -80,7 +83,7 @@ class CompareJob:
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, and a comparison of nothing."""
         check_numbers(self)
-        if not self.candidates and self.write_base is None:
+        if not self.candidates and not self.servers and self.write_base is None:
             raise UsageError(
                 "compare: no candidate",
                 "name artifacts, GGUF files or other folders after SOURCE, or give --write-base",

@@ -37,15 +37,21 @@ def cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             row["name"],
             row["stored"],
-            size(row["bytes"]),
-            f"{row['bits_per_weight']:.2f}",
-            *(f"{row['metrics']['mean_kld'][part]:.5f}" for part in ("value", "lower", "upper")),
-            f"{row['metrics']['kld_p999']['value']:.4f}",
+            "" if row["bytes"] is None else size(row["bytes"]),
+            "" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.2f}",
+            *(f"{_more(row)}{row['metrics']['mean_kld'][part]:.5f}" for part in ("value", "lower")),
+            "" if _more(row) else f"{row['metrics']['mean_kld']['upper']:.5f}",
+            f"{_more(row)}{row['metrics']['kld_p999']['value']:.4f}",
             f"{100 * row['metrics']['top1_agreement']['value']:.2f} %",
             f"{row['metrics']['ppl_ratio']['value']:.5f}",
         )
         for row in rows
     ]
+
+
+def _more(row: Mapping[str, Any]) -> str:
+    """The sign before a divergence that is known from below."""
+    return ">= " if "told" in row else ""
 
 
 def pair_cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -64,7 +70,11 @@ def pair_cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def frontier(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """(bits, divergence) of the candidates that no smaller one beats, from the smallest on."""
     found: list[tuple[float, float]] = []
-    points = sorted((row["bits_per_weight"], row["metrics"]["mean_kld"]["value"]) for row in rows)
+    points = sorted(
+        (row["bits_per_weight"], row["metrics"]["mean_kld"]["value"])
+        for row in rows
+        if row["bits_per_weight"] is not None
+    )
     for bits, divergence in points:
         if not found or divergence < found[-1][1]:
             found.append((bits, divergence))
@@ -80,7 +90,7 @@ def write_pages(folder: Path, values: Mapping[str, Any]) -> None:
     plot = curves(
         line=frontier(rows),
         label="no smaller one is closer",
-        points={"candidates": [_point(row) for row in rows]},
+        points={"candidates": [_point(row) for row in rows if row["bits_per_weight"] is not None]},
         x="bits per weight, everything that is stored",
         y="mean KL divergence, nats per token",
     )
@@ -106,14 +116,18 @@ def write_pages(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _point(row: Mapping[str, Any]) -> Point:
-    name = Path(row["name"]).name
-    return Point(label=name, x=row["bits_per_weight"], y=row["metrics"]["mean_kld"]["value"])
+    return Point(label=_label(row), x=row["bits_per_weight"], y=row["metrics"]["mean_kld"]["value"])
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    name: str = row["name"]
+    return name if "told" in row else Path(name).name
 
 
 def _interval(row: Mapping[str, Any]) -> Interval:
     bound = row["metrics"]["mean_kld"]
     return Interval(
-        label=Path(row["name"]).name,
+        label=_label(row),
         value=bound["value"],
         lower=bound["lower"],
         upper=bound["upper"],
