@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from quantflow.stages.cli.environment import server_key
 from quantflow.stages.cli.options import (
     FOLDER,
     QUIET,
@@ -80,6 +81,7 @@ def command(
         source=Path(source),
         candidates=tuple(Path(each) for each in candidates if not is_address(each)),
         servers=tuple(each for each in candidates if is_address(each)),
+        server_key=server_key(),
         output=output,
         write_base=write_base,
         force=force,

@@ -199,7 +199,7 @@ def _side(
 
 
 def _served(address: str, job: CompareJob, index: int) -> ComparedModel:
-    model = open_served(address)
+    model = open_served(address, key=job.server_key)
     return ComparedModel(
         name=model.name, key=f"served-{index}", folder=job.source, artifact=None, served=model
     )

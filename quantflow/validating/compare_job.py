@@ -1,7 +1,7 @@
 """One comparison: several models, whatever wrote them, beside one source over one text."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class CompareJob:
             path or a name on the hub.
         servers: addresses of models that are served, such as `http://localhost:8000/v1#name`;
             the name may be left out.
+        server_key: their key, which is never written; None where they ask for none.
         output: the folder that is written; None is `<source>-compare`, here for a name on the hub.
         text, tokens, sequence_length: the evaluation text, as `validate` takes it; a base has its
             own.
@@ -50,6 +51,7 @@ class CompareJob:
     source: Path
     candidates: tuple[Path, ...]
     servers: tuple[str, ...] = ()
+    server_key: str | None = field(default=None, repr=False)
     output: Path | None = None
     text: str | None = setting(
         None,

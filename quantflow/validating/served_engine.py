@@ -14,12 +14,11 @@ told, so they are the server's own.
 
 import json
 import math
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor
 from quantflow.errors import InputError
 from quantflow.files.canonical import digest_of
 
-KEY = "OPENAI_API_KEY"  # the environment's variable with the server's key
 # Tokens of a position that are asked for, the most that the server allows: vLLM's default limit is
 # 20, OpenAI's 5.
 COUNTS = (1000, 100, 20, 5)
@@ -51,11 +49,13 @@ class ServedModel:
         url: address of the server, without /v1.
         model: name that requests give.
         count: tokens of a position that are asked for.
+        key: the server's key; None where it asks for none.
     """
 
     url: str
     model: str
     count: int
+    key: str | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ class ServedModel:
             "logprobs": self.count if count is None else count,
             "return_tokens_as_token_ids": True,
         }
-        answer = _ask(f"{self.url}/v1/completions", asked)
+        answer = _ask(f"{self.url}/v1/completions", asked, key=self.key)
         try:
             logprobs = answer["choices"][0]["logprobs"]
             names = list(map(_id, logprobs["tokens"][: len(tokens)]))
@@ -135,7 +135,7 @@ class ServedModel:
         ]
 
 
-def open_served(address: str) -> ServedModel:
+def open_served(address: str, *, key: str | None = None) -> ServedModel:
     """The model at an address such as `http://localhost:8000/v1#name`.
 
     Without a name it is the server's first. The server is asked for how many tokens of a position
@@ -148,10 +148,10 @@ def open_served(address: str) -> ServedModel:
     url = place.rstrip("/").removesuffix("/v1")
     if not name:
         try:
-            name = str(_ask(f"{url}/v1/models", None)["data"][0]["id"])
+            name = str(_ask(f"{url}/v1/models", None, key=key)["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise InputError(f"{url}/v1/models: names no model", f"give {url}#NAME") from error
-    model = ServedModel(url=url, model=name, count=COUNTS[-1])
+    model = ServedModel(url=url, model=name, count=COUNTS[-1], key=key)
     for count in COUNTS[:-1]:
         with suppress(_Refused):
             model.told(torch.tensor(PROBE), count=count)
@@ -212,14 +212,14 @@ class _Refused(InputError):
     """The server refuses the request: it may allow another."""
 
 
-def _ask(url: str, body: Mapping[str, Any] | None) -> Any:
+def _ask(url: str, body: Mapping[str, Any] | None, *, key: str | None) -> Any:
     """The JSON that a server answers with; a body is posted.
 
     Raises:
         InputError: no answer, or none in JSON.
     """
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
+    if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:

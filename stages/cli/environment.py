@@ -23,6 +23,11 @@ def quant_config_variable() -> str | None:
     return os.environ.get("QUANT_CONFIG") or None
 
 
+def server_key() -> str | None:
+    """The key of a server that `compare` asks, or None where it is unset or empty."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def set_defaults(values: Mapping[str, str]) -> list[str]:
     """Set variables that are not set, for libraries that are imported later; a line for each."""
     missing = {name: value for name, value in values.items() if name not in os.environ}

@@ -102,8 +102,10 @@ class Told(BaseHTTPRequestHandler):
     logprobs: object = None
     status = 200
     most = 20
+    seen: str | None = None
 
     def do_POST(self):
+        type(self).seen = self.headers["Authorization"]
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         body = json.dumps({"choices": [{"logprobs": self.logprobs}]}).encode()
         self.send_response(self.status if asked["logprobs"] <= self.most else 400)
@@ -140,7 +142,8 @@ def test_a_server_is_asked_for_as_many_tokens_as_it_allows(monkeypatch):
     whole = {**NAN, "token_logprobs": [None, *[-1.0] * 8]}
     for most, count in ((5000, 1000), (20, 20), (5, 5)):
         with serving(monkeypatch, logprobs=whole, most=most) as address:
-            assert open_served(address).count == count
+            assert open_served(address, key="secret").count == count
+            assert Told.seen == "Bearer secret"
 
 
 @pytest.mark.parametrize(
