@@ -21,7 +21,7 @@ from quantflow.stages.cli.options import (
     offline,
 )
 from quantflow.stages.cli.output import reporting, show, table
-from quantflow.validating.compare_job import CompareJob
+from quantflow.validating.compare_job import CompareJob, is_address
 
 
 @click.command("compare")
@@ -75,7 +75,6 @@ def command(
              quantflow compare ./llama work/4-export http://localhost:8000#name
     """
     from quantflow.validating import compare_page  # here: it imports the plots
-    from quantflow.validating.served_engine import is_address
 
     job = CompareJob(
         source=Path(source),

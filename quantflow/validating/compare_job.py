@@ -15,6 +15,11 @@ from quantflow.sources.models import is_on_hub
 COMPARE = ("compare",)
 
 
+def is_address(word: str) -> bool:
+    """Whether a candidate is a server's address."""
+    return word.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
     """A finished comparison.

@@ -160,11 +160,6 @@ def open_served(address: str, *, key: str | None = None) -> ServedModel:
     return model
 
 
-def is_address(word: str) -> bool:
-    """Whether a candidate is a server's address."""
-    return word.startswith(("http://", "https://"))
-
-
 def completed(p: Tensor, told: Mapping[int, float], *, own: int) -> Tensor:
     """The distribution nearest to the source's among those that fit what was told.
 
