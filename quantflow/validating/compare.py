@@ -68,7 +68,7 @@ from quantflow.validating.compare_page import indented, write_pages
 from quantflow.validating.layerwise import BASELINE, Comparing, Judge
 from quantflow.validating.llama_cpp_engine import LlamaCppModel
 from quantflow.validating.paired import differences, recorded, window_scores
-from quantflow.validating.served_engine import ServedModel, open_served
+from quantflow.validating.served_engine import AskedServer, open_served
 from quantflow.validating.windows import evaluation_sequences
 
 VERSION = 1
@@ -94,7 +94,7 @@ class ComparedModel:
     key: str
     folder: Path
     artifact: Artifact | None
-    served: ServedModel | None = None
+    served: AskedServer | None = None
 
     @property
     def opened(self) -> Artifact:

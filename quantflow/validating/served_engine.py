@@ -42,7 +42,7 @@ Told = Sequence[Mapping[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class AskedServer:
     """A served model.
 
     Attributes:
@@ -135,7 +135,7 @@ class ServedModel:
         ]
 
 
-def open_served(address: str, *, key: str | None = None) -> ServedModel:
+def open_served(address: str, *, key: str | None = None) -> AskedServer:
     """The model at an address such as `http://localhost:8000/v1#name`.
 
     Without a name it is the server's first. The server is asked for how many tokens of a position
@@ -151,7 +151,7 @@ def open_served(address: str, *, key: str | None = None) -> ServedModel:
             name = str(_ask(f"{url}/v1/models", None, key=key)["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise InputError(f"{url}/v1/models: names no model", f"give {url}#NAME") from error
-    model = ServedModel(url=url, model=name, count=COUNTS[-1], key=key)
+    model = AskedServer(url=url, model=name, count=COUNTS[-1], key=key)
     for count in COUNTS[:-1]:
         with suppress(_Refused):
             model.told(torch.tensor(PROBE), count=count)
