@@ -28,6 +28,7 @@ which rounds vectors so, there by M's diagonal alone.
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -43,6 +44,7 @@ from quantflow.core.qtensor import qvalue_dtype
 from quantflow.core.result import JSON
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import StatisticsError
+from quantflow.numerics import compiled_rounding
 from quantflow.numerics.cholesky import cholesky_, mirror_, reorder_
 from quantflow.numerics.grid import Grid
 
@@ -51,8 +53,9 @@ BLOCK = 128  # columns whose errors reach the columns after them in one product
 _SUB_BLOCK = 32  # columns whose errors reach the rest of their block in one product
 DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
 
-# One thread at a time goes from column to column, while others multiply. The work of a column is so
-# short that two threads would hand the interpreter's lock to each other at every step.
+# One thread at a time goes from column to column with torch's operators, while others multiply. The
+# work of a column is so short that two threads would hand the interpreter's lock to each other at
+# every step.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -185,9 +188,8 @@ def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
     for part in rows:
         last = first + len(part)
         for columns in groups.spans(order.numel(), BLOCK):
-            work[:, first:last].index_copy_(
-                0, place[columns], part[:, columns].T.contiguous().float()
-            )
+            # float32 first: torch transposes it five times as fast as bfloat16
+            work[place[columns], first:last] = part[:, columns].float().T.contiguous()
         first = last
     return work
 
@@ -261,8 +263,10 @@ def _rounding_of_blocks(device: torch.device, scheme: TensorScheme) -> Callable[
 class _Blocks:
     """Rounds blocks of columns; writes their qvalues, and their errors in the place of weights.
 
-    The products of a column are so small that a view of their operands takes as long. So operands
-    lie in memory that all blocks share, and its views are made once.
+    C rounds the columns of a sub-block in one call (compiled_rounding.py), where it takes the
+    scheme. Else torch's operators do, to the same bits. Their products are so small that a view of
+    an operand takes as long. So operands lie in memory that all blocks share, and its views are
+    made once.
     """
 
     def __init__(
@@ -289,10 +293,15 @@ class _Blocks:
         """
         size, width = min(BLOCK, len(work)), work.shape[1]
         self._work, self._lower, self._order, self._scheme = work, lower, order, scheme
-        self._scales = scales.unbind()
-        self._zero_points = None if zero_points is None else zero_points.unbind()
-        self._group_size = len(work) // len(scales)
-        self._qvalues = qvalue.view(torch.uint8).unbind()  # torch 2.8 takes no rows of float8
+        self._scales = scales.contiguous()
+        self._zero_points = None if zero_points is None else zero_points.contiguous()
+        self._scale_rows = self._scales.unbind()
+        self._zero_rows = None if self._zero_points is None else self._zero_points.unbind()
+        self._groups = order // (len(work) // len(scales))
+        self._compiled = compiled_rounding.takes(scheme, work.device)
+        # in C columns are not stepped through under the interpreter's lock
+        self._turn = nullcontext() if self._compiled else _ONE_AT_A_TIME
+        self._qvalue = qvalue.view(torch.uint8)  # torch 2.8 takes no rows of float8
         self._dtype = qvalue.dtype
         # [B, B]: row i holds the factors of the errors that reach column i
         self._within = torch.empty(size, size, device=work.device)
@@ -313,29 +322,44 @@ class _Blocks:
         errors, within = self._errors[:size], self._within[:size, :size]
         errors.copy_(self._work[block])
         within.copy_(self._lower[block, block].T)
-        places = self._order[block].tolist()
-        codes, known = aims.unbind(), self._known_of(size)
-        with _ONE_AT_A_TIME:
+        groups = self._groups[block]
+        with self._turn:
             for end in range(size, 0, -_SUB_BLOCK):
-                begin = max(0, end - _SUB_BLOCK)
-                aims[begin:end].addmm_(within[begin:end, end:], errors[end:])
-                for i in range(end - 1, begin - 1, -1):
-                    if i + 1 < end:
-                        codes[i].addmv_(*known[i])
-                    self._round(i, codes[i], places[i] // self._group_size)
-        for place, found in zip(places, aims.to(self._dtype).view(torch.uint8), strict=True):
-            self._qvalues[place].copy_(found)
+                part = range(max(0, end - _SUB_BLOCK), end)
+                aims[part.start : end].addmm_(within[part.start : end, end:], errors[end:])
+                if self._compiled:
+                    compiled_rounding.round_columns_(
+                        aims,
+                        errors,
+                        within,
+                        columns=part,
+                        groups=groups,
+                        scales=self._scales,
+                        zero_points=self._zero_points,
+                        scheme=self._scheme,
+                    )
+                else:
+                    self._round_columns(aims, part, groups.tolist())
+        self._qvalue[self._order[block]] = aims.to(self._dtype).view(torch.uint8)
         self._work[block] = errors
+
+    def _round_columns(self, aims: Tensor, columns: range, groups: Sequence[int]) -> None:
+        """`compiled_rounding.round_columns_` by torch's operators."""
+        codes, known = aims.unbind(), self._known_of(len(aims))
+        for i in reversed(columns):
+            if i + 1 < columns.stop:
+                codes[i].addmv_(*known[i])
+            self._round(i, codes[i], groups[i])
 
     def _round(self, i: int, code: Tensor, group: int) -> None:
         """Replace the aims [R] of a column by its qvalues, and its weights by its errors."""
-        scale = self._scales[group]
+        scale = self._scale_rows[group]
         code.div_(scale)
-        if self._zero_points is None:
+        if self._zero_rows is None:
             affine.round_(code, None, self._scheme)
             torch.mul(code, scale, out=self._rounded)
         else:
-            zero_point = self._zero_points[group]
+            zero_point = self._zero_rows[group]
             affine.round_(code, zero_point, self._scheme)
             torch.sub(code, zero_point, out=self._rounded).mul_(scale)
         self._rows[i].sub_(self._rounded)  # e = w - q

@@ -34,7 +34,7 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scale_rules import Rule
 from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
-from quantflow.numerics import block_grids
+from quantflow.numerics import block_grids, compiled_rounding
 
 # Multiples of the range that a search tries.
 _MULTIPLES: Mapping[Kind, tuple[float, ...]] = MappingProxyType(
@@ -393,6 +393,24 @@ def _search(
     return best
 
 
+def _losses(
+    split: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    matters: Tensor,
+    *,
+    scheme: TensorScheme,
+    out: Tensor,
+) -> Tensor:
+    """`compiled_rounding.losses` by torch's operators, for any scheme and memory."""
+    scale = scale[..., None]
+    zero_point = None if zero_point is None else zero_point[..., None]
+    error = affine.round_(torch.div(split, scale, out=out), zero_point, scheme)
+    if zero_point is not None:
+        error -= zero_point
+    return error.mul_(scale).sub_(split).square_().mul_(matters)
+
+
 def _loss(
     split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme: TensorScheme
 ) -> Tensor:
@@ -400,12 +418,15 @@ def _loss(
 
     split and scratch are [O, G, g].
     """
-    scale = grid.scale[..., None]
-    zero_point = None if grid.zero_point is None else grid.zero_point[..., None].float()
-    error = affine.round_(torch.div(split, scale, out=scratch), zero_point, scheme)
-    if zero_point is not None:
-        error -= zero_point
-    loss = error.mul_(scale).sub_(split).square_().mul_(matters).sum(dim=-1)
+    zero_point = None if grid.zero_point is None else grid.zero_point.float()
+    rounding_losses = (
+        compiled_rounding.losses
+        if split.is_contiguous() and compiled_rounding.takes(scheme, split.device)
+        else _losses
+    )
+    loss = rounding_losses(split, grid.scale, zero_point, matters, scheme=scheme, out=scratch).sum(
+        dim=-1
+    )
     if scheme.block_rows == 1:
         return loss
     blocks = torch.stack(

@@ -24,6 +24,7 @@ TESTS = [
     "tests/unit/runtime/test_int4_cache.py",
     "tests/unit/runtime/test_lean.py",
     "tests/unit/runtime/batching/test_invariance.py",
+    "tests/unit/numerics/test_compiled_rounding.py",
 ]
 # Counts numbers that lie between two codes of a cache; sums in another order, as this build's are,
 # move some of them.
@@ -50,15 +51,15 @@ def run_as(tmp_path, option, tests, *, chosen):
 )
 def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_path):
     built = run_as(tmp_path, "-march=x86-64-v3", TESTS, chosen=OTHER_SUMS)
-    assert {"kernels", "decode"} <= built
+    assert {"kernels", "decode", "rounding"} <= built
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_the_tests_of_the_decoder_pass_in_registers_of_four_lanes(tmp_path):
-    tests = [*TESTS[2:6], "tests/unit/runtime/test_delta_net.py"]
+def test_the_tests_of_decoder_and_rounding_pass_in_registers_of_four_lanes(tmp_path):
+    tests = [*TESTS[2:6], "tests/unit/runtime/test_delta_net.py", TESTS[-1]]
     built = run_as(tmp_path, "-march=x86-64", tests, chosen=OTHER_SUMS)
-    assert "decode" in built and "kernels" not in built
+    assert {"decode", "rounding"} <= built and "kernels" not in built
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.shared import compiler_with
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = [  # every entry of C, and every way in which Python calls it
     "tests/unit/backends/test_kernels.py",
+    "tests/unit/numerics/test_compiled_rounding.py",
     "tests/unit/runtime/test_operations.py",
     "tests/unit/runtime/test_kv_cache.py",
     "tests/unit/runtime/test_int4_cache.py",
