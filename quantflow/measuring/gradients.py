@@ -2,7 +2,7 @@
 
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and
 observers watch the gradients at its linears, as they watch inputs on the way forward: each sequence
-has its own, which are merged in sample order.
+has its own, which are added up in a fixed order (totals.py).
 
 On a device a sequence goes back there, and its statistics stay there until the layer is done.
 
@@ -30,6 +30,7 @@ from quantflow.errors import InputError
 from quantflow.files import disk
 from quantflow.files.canonical import digest_of
 from quantflow.measuring.backward import Through, backward, sampled_gradient
+from quantflow.measuring.totals import Observers, Totals
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
@@ -43,8 +44,6 @@ from quantflow.planning.resources import Allowance
 from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
-Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
-
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
@@ -52,6 +51,7 @@ class Backward:
 
     Attributes:
         calls: arguments of each decoder layer, for each sequence.
+        indices: numbers of the sequences in the whole calibration set.
         generators: generator of each sequence's labels.
         hidden: folder of the hidden states, a generation for the input of every layer and one for
             the last layer's output.
@@ -64,6 +64,7 @@ class Backward:
     stream: LayerStream
     graph: Graph
     calls: Sequence[tuple[Call, ...]]
+    indices: Sequence[int]
     generators: Sequence[torch.Generator]
     hidden: Path
     folder: Path
@@ -187,7 +188,7 @@ class Backward:
         Returns:
             The layer's statistics.
         """
-        total: Observers = {}
+        totals = Totals()
         with backward(self.stream, module, layer) as through:
             arrived = self.workers.stream(
                 partial(
@@ -198,9 +199,10 @@ class Backward:
             )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
-                _merge(total, observers)
+                totals.add(self.indices[number], observers)
                 gradients.put(number, gradient)
                 give_back_holes()  # what a sequence leaves is in many pieces of many sizes
+        total = totals.take()
         self._add_unseen(total, module, layer)
         states_of_sites = [
             (site, observer.state()) for site in sorted(total) for observer in total[site]
@@ -228,15 +230,6 @@ class Backward:
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])
-
-
-def _merge(total: Observers, observers: Observers) -> None:
-    """Add the statistics of one sequence, and let go of them before the next one is awaited."""
-    while observers:
-        site, seen = observers.popitem()
-        for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
-            kept.merge(more)
-        total[site] += seen[len(total[site]) :]
 
 
 def _sequence(

@@ -67,6 +67,7 @@ from quantflow.models.load import Source, open_source, reading_ahead
 from quantflow.models.open import graph_for, refuse_not_finite
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.numerics.fixed_tree import sequences_of
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.device_memory import allow_on_device, measure_on_device
 from quantflow.planning.experts import ROUTED
@@ -77,7 +78,7 @@ from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.sources.models import model_folder
 
-VERSION = 4
+VERSION = 5
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = DEFAULT
 UNCOUNTED = "uncounted"  # among the inputs of a mixture's measurement without a layer that ran
@@ -314,7 +315,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         text, sequences = calibration_sequences(
             job.calibration, job.model, source, seed=job.seed, replicas=replica.count
         )
-        mine = list(range(replica.index, len(sequences), replica.count))
+        mine = sequences_of(replica.index, replicas=replica.count, samples=len(sequences))
         sizes = model_size(source.checkpoint.infos, source.config, graph)
         lengths = [len(sequences[i]) for i in mine]
         allowance = allow_measure(

@@ -1,8 +1,9 @@
 """The statistics of every layer: sequences run through the model, watched by observers.
 
-Each sequence has observers of its own, which are merged in sample order: sequences run on several
-threads, and the sums are those of one. Where gradients are observed too, the input of each layer is
-kept until it was run backwards (quantflow/measuring/gradients.py).
+Each sequence has observers of its own, which arrive in sample order and are added up in a fixed one
+(totals.py): sequences run on several threads, and the sums are those of one. Where gradients are
+observed too, the input of each layer is kept until it was run backwards
+(quantflow/measuring/gradients.py).
 """
 
 import threading
@@ -28,6 +29,7 @@ from quantflow.measuring.gradients import Backward
 from quantflow.measuring.replicas import Replica
 from quantflow.measuring.routing import SITE as ROUTED
 from quantflow.measuring.stored import Deferred, Later
+from quantflow.measuring.totals import Observers, Totals
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.experts import every_token, watch_routing
@@ -47,7 +49,6 @@ from quantflow.planning.resources import Allowance
 from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
-Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 # Tokens that each expert of a mixture sees while it is observed: those that the router sends it, or
 # all. The value is a context of the layer's module.
 EXPERT_TOKENS: dict[str, Any] = {"routed": nullcontext, "all": every_token}
@@ -157,6 +158,7 @@ class Observation:
             stream=stream,
             graph=self.graph,
             calls=calls,
+            indices=self.indices,
             generators=[generator_for(self.seed, index) for index in self.indices],
             hidden=self.folder / "hidden",
             folder=self.folder / "backwards",
@@ -219,22 +221,21 @@ class Observation:
                     CountObserver.from_state({COUNT.name: count.clone()})
                 ]
 
+        totals = Totals()
         total: Observers = {}
         for name in held:
             weight: Any = module.get_submodule(layer.relative(name)).weight
             self._see(total, f"{name}|weight", [AmaxObserver.NAME], weight)
         watching = watch(module, {layer.relative(name): partial(watched, name) for name in held})
         with watching, watch_routing(module, routed), EXPERT_TOKENS[self.experts](module):
-            # Sequences run on several threads and arrive in sample order, so every sum is that of
-            # one thread.
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
             for number, (state, (hidden, observers)) in enumerate(
                 zip(states, arrived, strict=True), start=1
             ):
                 self.progress.doing(f"sequence {number} of {len(states)}")
-                _merge(total, observers)
-                observers.clear()  # before the next sequence has its own
+                totals.add(self.indices[state.index], observers)
                 state.store.put(state.index, hidden)
+        total |= totals.take()
         self._add_unseen(total, module, layer)
         return fetched(_by_name(total, layer), self.device)
 
@@ -311,16 +312,6 @@ class Observation:
             for name, info in self.source.checkpoint.infos.items()
             if name.startswith(prefix)
         )
-
-
-def _merge(total: Observers, observers: Observers) -> None:
-    """Add what one sequence showed."""
-    for site, kinds in observers.items():
-        if site not in total:
-            total[site] = kinds
-            continue
-        for kept, new in zip(total[site], kinds, strict=True):
-            kept.merge(new)
 
 
 def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:

@@ -14,13 +14,15 @@ statistic of no observer is refused.
 | amax         | amax []                       | exact, in any order             |
 | channel_amax | channel_amax [C]              | exact, in any order             |
 | min_max      | min_val [C], max_val [C]      | exact, in any order             |
-| mean_abs     | abs_sum [C], count []         | sums in rank order, count exact |
-| mean_square  | power_sum [C], count []       | sums in rank order, count exact |
+| mean_abs     | abs_sum [C], count []         | sums in a tree, count exact     |
+| mean_square  | power_sum [C], count []       | sums in a tree, count exact     |
 | histogram    | counts [514]                  | exact, in any order             |
-| hessian      | hessian_sum [K, K], count []  | sums in rank order, count exact |
-| fisher       | square_sum [C], count []      | sums in rank order, count exact |
-| gradient     | gradient_sum [C, W], count [] | sums in rank order, count exact |
+| hessian      | hessian_sum [K, K], count []  | sums in a tree, count exact     |
+| fisher       | square_sum [C], count []      | sums in a tree, count exact     |
+| gradient     | gradient_sum [C, W], count [] | sums in a tree, count exact     |
 | count        | count []                      | exact, in any order             |
+
+The tree is that of quantflow/numerics/fixed_tree.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -157,6 +159,14 @@ def goes_back(names: Iterable[str]) -> bool:
 def holds_matrix(name: str) -> bool:
     """Whether an observer's state is a matrix, which is read by itself."""
     return any(statistic.is_matrix for statistic in observer_named(name).STATISTICS.values())
+
+
+def summed_in_parts(name: str) -> bool:
+    """Whether an observer has a sum of floats that is small enough to be kept in parts."""
+    return any(
+        statistic.is_sum and statistic.dtype.is_floating_point and not statistic.is_matrix
+        for statistic in observer_named(name).STATISTICS.values()
+    )
 
 
 def state_bytes(name: str, features: int) -> int:

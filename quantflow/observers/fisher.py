@@ -33,7 +33,7 @@ class FisherObserver:
     product of one factor per row and one per column, which the sums over rows and over columns
     determine.
 
-    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in a fixed tree.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice. Source: the diagonal of the Fisher information as a weight of squared errors is Optimal
     Brain Damage's (LeCun et al. 1990); one factor per row and one per column is K-FAC's (Martens,

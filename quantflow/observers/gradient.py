@@ -32,7 +32,7 @@ class GradientObserver:
     an input. The product of gradients in bfloat16 is rounded to bfloat16: an entry of the sum is
     then off by 2^-9 at most, independently of the others.
 
-    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
+    Algebra: merge is commutative, and associative up to rounding in float32: fold in a fixed tree.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice. Source: Martens and Grosse 2015, arXiv:1503.05671 (K-FAC), section 3.
 

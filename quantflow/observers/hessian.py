@@ -48,7 +48,7 @@ class HessianObserver:
     more memory than the whole takes. The order of the calls is part of the result's last digits:
     one call per sequence, in sample order, is the canonical one.
 
-    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
+    Algebra: merge is commutative, and associative up to rounding in float32: fold in a fixed tree.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice. Source: Frantar et al. 2022, arXiv:2210.17323, section 3. Its H is 2 X X^T; GPTQ does not
     depend on a constant factor, so the 2 is dropped here.

@@ -23,7 +23,7 @@ ABS_SUM = Statistic(
 class MeanAbsObserver:
     """Sum of |x| in each feature, in float64, and the number of samples.
 
-    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in a fixed tree.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice.
 

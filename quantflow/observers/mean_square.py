@@ -25,7 +25,7 @@ class MeanSquareObserver:
 
     It is llama.cpp's importance of an input.
 
-    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in a fixed tree.
     The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice.
 

@@ -17,8 +17,16 @@ from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
 from quantflow.core import groups
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS, logit_rows
 from quantflow.numerics import output_blocks
+from quantflow.numerics.fixed_tree import PARTS
 from quantflow.numerics.sensitivity import ROWS as SAMPLED_ROWS
-from quantflow.observers import goes_back, holds_matrix, observer_named, of_gradients, state_bytes
+from quantflow.observers import (
+    goes_back,
+    holds_matrix,
+    observer_named,
+    of_gradients,
+    state_bytes,
+    summed_in_parts,
+)
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.hessian import DEVICE_ROWS, HESSIAN_SUM, folding_bytes, observer_bytes
 from quantflow.planning.experts import SIDE_BY_SIDE, fed_by
@@ -114,9 +122,11 @@ def need_measure(
     largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
     growing = max(live_bytes(layer, forwards) for layer in model.layers)
     worker = forward_bytes(model, longest) + watching_bytes(model, forwards, longest) + growing
+    samples = len(lengths)
+    parts = max(further_parts_bytes(layer, forwards, samples=samples) for layer in model.layers)
     peaks: tuple[MemoryPeak, ...] = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
-        (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
+        (LIBRARIES + layer_in_memory(model.layer) + growing + parts, worker),
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * (small + matrix), 0),
     )
@@ -126,10 +136,13 @@ def need_measure(
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
         back = backward_bytes(model, longest) + watching_bytes(model, backwards, longest)
+        parts = max(
+            further_parts_bytes(layer, backwards, samples=samples) for layer in model.layers
+        )
         peaks = (
             *peaks,
             (LIBRARIES + head_in_memory(model, None), way_back_bytes(model, longest, copies=3)),
-            (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
+            (LIBRARIES + layer_in_memory(model.layer) + sums + parts, back + sums),
         )
     return MemoryNeed(stage="measure", peaks=peaks, result=ids + statistics, scratch=scratch)
 
@@ -513,6 +526,17 @@ def live_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
         observer_named(name).live_bytes(seen)
         for _, outputs, features in layer.groups
         for name in stats
+        for seen in _seen(name, outputs, features)
+    )
+
+
+def further_parts_bytes(layer: LayerSize, stats: Sequence[str], *, samples: int) -> int:
+    """What observers of all sequences take beyond one each: sums are kept in parts."""
+    return max(0, min(PARTS, samples) - 1) * sum(
+        state_bytes(name, seen)
+        for _, outputs, features in layer.groups
+        for name in stats
+        if summed_in_parts(name)
         for seen in _seen(name, outputs, features)
     )
 

@@ -85,8 +85,10 @@ def measure_on_device(
     running = cost.forward_bytes(model, longest) * size // FLOAT + max(
         cost.watching_bytes(model, forwards, longest), _folding(model, forwards, longest)
     )
+    samples = len(lengths)
+    parts = max(cost.further_parts_bytes(each, forwards, samples=samples) for each in model.layers)
     peaks = {
-        "a sequence runs": layer + 2 * growing + running,
+        "a sequence runs": layer + 2 * growing + parts + running,
         "statistics are taken": layer
         + growing
         + max(cost.statistics_bytes(each, forwards) for each in model.layers),
@@ -97,7 +99,10 @@ def measure_on_device(
         peaks["gradients leave the head"] = model.head[1] + cost.way_back_bytes(
             model, longest, copies=3
         )
-        peaks["a gradient goes back"] = layer + 2 * sums + back
+        parts = max(
+            cost.further_parts_bytes(each, backwards, samples=samples) for each in model.layers
+        )
+        peaks["a gradient goes back"] = layer + 2 * sums + parts + back
     return DeviceMemoryNeed(stage="measure", peaks=peaks)
 
 

@@ -24,8 +24,7 @@ from tests.shared import slow
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 9  # odd, so that the ranks get 5 and 4
-EXACT = {"amax", "channel_amax", "min_val", "max_val", "counts", "count"}
-SUMS = {"abs_sum"}
+STATISTICS = {"amax", "channel_amax", "min_val", "max_val", "counts", "count", "abs_sum"}
 
 
 def quantflow(*arguments: str | Path) -> int:
@@ -81,30 +80,47 @@ def test_the_ranks_share_the_sequences_alternately(ranks: Path) -> None:
     assert found == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
-def test_maxima_ranges_and_histograms_are_those_of_one_rank_bit_for_bit(
+def test_maxima_ranges_histograms_and_sums_are_those_of_one_rank_bit_for_bit(
     unified: Path, single: Path
 ) -> None:
     ours, expected = statistics(unified), statistics(single)
+    assert {key.rpartition("|")[2] for key in expected} == STATISTICS
+    assert_bits(ours, expected)
+
+
+def assert_bits(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert sorted(ours) == sorted(expected)
-    seen = set()
     for key, value in expected.items():
-        statistic = key.rpartition("|")[2]
-        seen.add(statistic)
-        if statistic not in SUMS:
-            assert ours[key].dtype == value.dtype, key
-            assert torch.equal(ours[key], value), key
-    assert seen == EXACT | SUMS
+        assert ours[key].dtype == value.dtype, key
+        assert torch.equal(ours[key], value), key
 
 
-def test_sums_are_those_of_one_rank_but_for_the_order_of_addition(
-    unified: Path, single: Path
+@pytest.mark.slow
+def test_sums_of_any_number_of_replicas_and_in_groups_are_those_of_one_rank_bit_for_bit(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
-    ours, expected = statistics(unified), statistics(single)
-    keys = [key for key in expected if key.rpartition("|")[2] in SUMS]
-    assert len(keys) == 14  # seven linears in each of two layers
-    for key in keys:
-        assert ours[key].dtype == torch.float64
-        torch.testing.assert_close(ours[key], expected[key], rtol=1e-12, atol=0.0)
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=37, sequence_length=16, pack=True
+    )
+    stats = ("mean_abs", "mean_square", "fisher")
+    whole = []
+    for world in (1, 2, 4, 8, 16):
+        folder = tmp_path / str(world)
+        job = MeasureJob(
+            model=llama, output=folder, calibration=calibration, options=Measure(stats=stats)
+        )
+        for rank in range(world):  # what torchrun's processes run
+            measure._measure_rank(job, QUIET, rank=rank, world=world)
+        if world > 1:  # into two, and those into one
+            two = UnifyJob(measurement=folder, output=tmp_path / f"{world}-2", ranks=2)
+            one = UnifyJob(measurement=unify.run(two, QUIET), output=tmp_path / f"{world}-1")
+            folder = unify.run(one, QUIET)
+        whole.append(statistics(folder))
+    sums = [key for key in whole[0] if key.endswith("_sum")]
+    # seven linears in each of two layers, two sites of fisher
+    assert len(sums) == 4 * 14
+    for other in whole[1:]:
+        assert_bits(other, whole[0])
 
 
 def test_the_ranks_saw_different_text(ranks: Path) -> None:
@@ -155,8 +171,6 @@ def test_replicas_in_any_number_of_groups_are_one_rank(
         for key, value in single_with_hessians.items():
             if key.endswith("hessian_sum"):
                 assert (ours[key] - value).norm() <= 1e-6 * value.norm(), key
-            elif key.rpartition("|")[2] in SUMS:
-                torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=0.0)
             else:
                 assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
 

@@ -21,13 +21,13 @@ the order of the whole, where shares of one linear of queries, keys and values l
 away from zero. A sum of products of channels is only known within each card's own; between cards it
 is not there to be merged.
 
-Replicas see different samples: maxima, minima and sums, folded in rank order. Statistics of a
-weight are taken once, after checking that the replicas have the same.
+Replicas see different samples: maxima, minima and sums, folded in the tree of
+quantflow/numerics/fixed_tree.py. Statistics of a weight are taken once, after checking that the
+replicas have the same.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from quantflow.distributed.placement import Sharing
 from quantflow.errors import StatisticsError
+from quantflow.numerics.fixed_tree import folded
 from quantflow.numerics.statistics import ADDED, FOLDED, JOINED, LARGER, ONCE, SMALLER, Statistic
 from quantflow.observers import statistic_named
 from quantflow.observers.keys import Key
@@ -142,7 +143,7 @@ def _combined(key: Key, parts: Sequence[RankValue], rule: str) -> RankValue:
     elif rule == BOUNDED:
         tensor = _bound(tensors)
     else:
-        tensor = reduce(_FOLDS[rule], tensors)
+        tensor = folded(tensors, _FOLDS[rule])
     return RankValue(who=parts[0].who, tensor=tensor, channels=sum(part.channels for part in parts))
 
 

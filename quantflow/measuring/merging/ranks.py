@@ -1,7 +1,7 @@
 """Many ranks' statistics merged into those of fewer: measured on many cards, deployed on fewer.
 
-Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the
-shares of sharded tensors by the rules of one_statistic.py. Every way in which the ranks can
+Statistics are merged, never scales: maxima, counts and histograms exactly, sums in a fixed tree,
+the shares of sharded tensors by the rules of one_statistic.py. Every way in which the ranks can
 disagree is an error that names the rank.
 
 `unified` of a group's measurement records the merge:
