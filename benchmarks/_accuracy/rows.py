@@ -86,6 +86,8 @@ FLOAT4 = {
     **{name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16")},
     **{name: ("rtn", "gptq", "good", "best") for name in ("NVFP4", "MXFP4")},
 }
+# Transforms in the place of the combination's own -> the schemes of `best` that have a row with them.
+TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
 LLAMA_CPP = (
     "Q8_0",
     "Q6_K",
@@ -235,6 +237,15 @@ def _ours(place: Place) -> Iterator[Row]:
         for name, algorithms in {**place.inputs, **FLOAT4}.items():
             if algorithm in algorithms:
                 yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
+    for transform, names in TRANSFORMED.items():
+        for row in [_our_row(place, "best", name=name, scheme=name.split()[0]) for name in names]:
+            (command,) = row.commands
+            options = ("--set", f'quantize.0.transforms=["{transform}"]')
+            if " g" in row.scheme:
+                options = (*options, "--group-size", row.scheme.partition(" g")[2])
+            yield replace(
+                row, program=f"{row.program} {transform}", commands=((*command, *options),)
+            )
 
 
 def _our_row(

@@ -491,14 +491,19 @@ class FamilyRow:
     gguf: GgufDesign | None = None
 
     @property
-    def rotates(self) -> bool:
-        """Whether a Hadamard rotation of the hidden state commutes with every norm of a layer.
+    def unrotated(self) -> str | None:
+        """The reason why a Hadamard rotation does not commute with the family's norms, or None.
 
-        It commutes with an RMSNorm of what a branch reads, whose weight is folded into the branch.
-        Routers read the hidden state too, and stay as they are.
+        It commutes with an RMSNorm of what a branch reads, whose weight is folded into the linears
+        and routers of that branch. The words follow `the norms of family ...`.
         """
-        added = (self.names.attended_norm, self.names.gated_norm)
-        return not (self.centered or self.unit_offset or self.mixture or any(added))
+        if self.centered:
+            return "subtract the mean, which no rotation commutes with"
+        if self.names.attended_norm or self.names.gated_norm:
+            return "multiply channels of what is added to the hidden state, behind all linears"
+        if self.decoder is not None and self.decoder.replaced_norms:
+            return "take the place of the hidden state, so their weights fold into no linear"
+        return None
 
 
 # each kv head's queries, key and value lie together

@@ -68,19 +68,6 @@ class LinearGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residual:
-    """The modules outside the layers that read and write a hidden state which may be rotated.
-
-    All norms of the family are RMSNorms, x / sqrt(mean x^2) times their weight (not 1 + it), and
-    commute with rotations once the weight is folded into what reads them.
-    """
-
-    embedding: str = "model.embed_tokens"
-    norm: str = "model.norm"
-    head: str = "lm_head"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model type, as the graphs of its models have it.
 
@@ -94,10 +81,6 @@ class Family:
             makes sparse.
         embedding, head: token embedding and head, in the checkpoint.
         head_place: module of the head in the whole model.
-        residual: modules beside the layers that a rotation changes; None where no rotation commutes
-            with a norm, and for mixtures, whose routers read the hidden state too. In families that
-            have it, the groups whose input is no norm's output write the hidden state, and no
-            others do.
         discovered: a trace found it (`quantflow.models.discovery`), not its row.
         tuple_of: length of the tuple that a layer returns, whose first is the hidden state; 0 where
             it returns the hidden state alone.
@@ -113,7 +96,6 @@ class Family:
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
     head_place: str = HEAD
-    residual: Residual | None = None
     discovered: bool = False
     tuple_of: int = 0
     carried: "Carried | None" = None
@@ -255,9 +237,6 @@ def _family(row: FamilyRow) -> Family:
         mixture=row.mixture,
         embedding=names.embedding,
         head=names.head,
-        residual=Residual(embedding=names.embedding, norm=names.norm, head=names.head)
-        if row.rotates
-        else None,
     )
 
 

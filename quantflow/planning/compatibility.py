@@ -11,7 +11,9 @@ from quantflow.algorithms import ALGORITHMS, TUNE, supports_of
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.support import Supports
 from quantflow.errors import UnsupportedError
+from quantflow.models.family import FAMILIES
 from quantflow.models.graph import Graph
+from quantflow.models.residual import residual_of
 from quantflow.planning.recipe import CHOICE
 from quantflow.transforms import ROTATIONS, TRANSFORMS, HadamardTransform, Transform
 
@@ -55,24 +57,24 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
 
     Raises:
         UsageError: the method does not go with several ranks.
-        UnsupportedError: the method does not go with mixtures, or with norms that subtract the
-            mean.
+        UnsupportedError: the method does not go with mixtures, or with the family's norms and
+            linears.
     """
     family = graph.family
     if graph.sparse and supports.mixtures is not None:
         raise supports.mixtures.error(
             f"{name}: {method} of a {family.model_type}", family=family.model_type
         )
-    if family.discovered and supports.centred_norms is not None:
-        cause = (
-            f"{name}: {method} of a {family.model_type}, whose norms are not known to commute "
-            "with rotations"
-        )
-        raise UnsupportedError(cause, "leave it out; smoothquant and awq go with every family")
-    if family.residual is None and family.mixture is None and supports.centred_norms is not None:
-        raise supports.centred_norms.error(
-            f"{name}: {method} of a {family.model_type}", family=family.model_type
-        )
+    if supports.centred_norms is not None:
+        row = FAMILIES.get(family.model_type)
+        if row is not None and row.centered:
+            raise supports.centred_norms.error(
+                f"{name}: {method} of a {family.model_type}", family=family.model_type
+            )
+        try:
+            residual_of(graph)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name}: {method}: {error.cause}", error.remedy) from error
     if ranks > 1 and supports.ranks is not None:
         raise supports.ranks.error(f"{name}: {method} with --ranks {ranks}")
 
@@ -142,6 +144,7 @@ def mixing_inputs(
     Raises:
         UsageError: another transform stands beside it, whose factors do not pass through the
             rotation, or rounding is learned.
+        UnsupportedError: the model is a mixture, whose experts' inputs no runtime mixes.
     """
     turns = [
         (transform, ROTATIONS[transform], options)
@@ -152,6 +155,13 @@ def mixing_inputs(
     if not mixing:
         return dict(schemes)
     (rotation, turn), *_ = mixing
+    if graph.sparse:
+        raise UnsupportedError(
+            f"{name}: {rotation} with {turn.MIXES_INPUTS}: true of a {graph.family.model_type}; "
+            "the experts of a layer are one module in other programs, of which transform_config "
+            "names no part",
+            f"write {turn.MIXES_INPUTS}: false",
+        )
     methods = [(transform, KNOWN[transform].SUPPORTS) for transform, _ in transforms] + [
         (algorithm, supports_of(algorithm))
     ]

@@ -29,7 +29,7 @@ from quantflow.observers import (
 )
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.hessian import DEVICE_ROWS, HESSIAN_SUM, folding_bytes, observer_bytes
-from quantflow.planning.experts import SIDE_BY_SIDE, fed_by
+from quantflow.planning.experts import SIDE_BY_SIDE
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
 from quantflow.planning.sizes import (
@@ -279,7 +279,7 @@ def inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
     An expert has the inputs of the tokens that the router sends to it, or of all where its policy
     says so.
     """
-    every = fed_by(plan.experts) == "all"
+    every = plan.fed == "all"
     features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
     return math.ceil(FLOAT * tokens * features)
 

@@ -89,6 +89,12 @@ def policy_for(
     )
 
 
-def fed_by(policy: Policy | None) -> str:
-    """Tokens that an expert sees while statistics are collected: those `routed` to it, or `all`."""
-    return "all" if policy is not None and policy.weights and policy.name == "all" else ROUTED
+def fed_by(policy: Policy | None, *, ranges: bool = False) -> str:
+    """Tokens that an expert sees while statistics are collected: those `routed` to it, or `all`.
+
+    Args:
+        policy: the policy of the artifact's experts.
+        ranges: whether ranges of inputs are observed there too, and not taken from a measurement.
+    """
+    observed = policy is not None and (policy.weights or ranges)
+    return "all" if observed and policy is not None and policy.name == "all" else ROUTED

@@ -69,22 +69,26 @@ def mtp_of(
     Raises:
         UsageError: the model has no such layer, the scheme or algorithm needs statistics, or its
             groups do not divide the input of a linear.
-        UnsupportedError: a scale of whole weights, experts that are one tensor, or a rotation.
+        UnsupportedError: a scale of whole weights, experts that are one tensor, or a rotation of a
+            model with such a layer, whether it is quantized or not.
         SchemeError: a group size stands beside a scheme without groups.
     """
+    found = layers_ahead(unused)
+    if rotates and found:
+        raise UnsupportedError(
+            f"{entry.name}: a rotation of the model, whose {found[0].prefix} predicts further "
+            "tokens (MTP) and cannot follow it: it reads what the last norm puts out, and its "
+            "head, whose weights change",
+            "leave the rotation out, or take that layer's tensors out of the folder and its count "
+            "out of config.json",
+        )
     if entry.mtp is None:
         return None
-    scheme, found = override_of(entry, entry.mtp), layers_ahead(unused)
+    scheme = override_of(entry, entry.mtp)
     if not found:
         raise UsageError(
             f"{entry.name}: mtp: the model has no layer that predicts further tokens (MTP)",
             "leave mtp out",
-        )
-    if rotates:
-        raise UnsupportedError(
-            f"{entry.name}: mtp with a rotation of the model, which layers that predict further "
-            "tokens (MTP) do not follow",
-            "leave one of the two out",
         )
     algorithm = algorithm_of_weights(
         entry.name, "mtp", entry.mtp, scheme, place="layers that no text runs through"
@@ -136,22 +140,6 @@ def refuse_mtp_ranks(name: str, mtp: MtpPlan | None, *, ranks: int) -> None:
             "model's own layers alone",
             "quantize with one process, or leave mtp out",
         )
-
-
-def left_behind_words(unused: Collection[str], *, rotates: bool) -> str | None:
-    """A sentence about layers ahead of a model that is rotated; None where there is nothing to say.
-
-    Args:
-        unused: names of the tensors that no module of the model has.
-        rotates: whether a transform rotates the model's hidden states.
-    """
-    found = layers_ahead(unused) if rotates else ()
-    if not found:
-        return None
-    return (
-        f"{found[0].prefix} predicts further tokens (MTP) from hidden states that the rotation "
-        "changes, and does not follow it: an engine accepts few of its guesses"
-    )
 
 
 def _linears(names: Sequence[str], prefix: str, inside: Collection[str]) -> list[str]:

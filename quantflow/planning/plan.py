@@ -33,7 +33,7 @@ from quantflow.planning.compatibility import (
     check_tuning,
     mixing_inputs,
 )
-from quantflow.planning.experts import Policy, policy_for
+from quantflow.planning.experts import Policy, fed_by, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
 from quantflow.planning.mtp import MtpPlan, mtp_of, refuse_mtp_ranks
@@ -179,6 +179,11 @@ class Plan:
         """
         wanted = requirements.seen_in_quantize(self.needs) if self.rotation is None else self.needs
         return observers_for(wanted - {ROWS, HESSIAN_SUM.name, GRADIENT_SUM})
+
+    @property
+    def fed(self) -> str:
+        """Tokens that an expert sees while the text runs through quantize: `routed`, or `all`."""
+        return fed_by(self.experts, ranges=self.rotation is not None)
 
     @property
     def clips(self) -> bool:

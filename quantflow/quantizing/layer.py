@@ -55,7 +55,7 @@ from quantflow.models.parameters import materialize_, release_
 from quantflow.numerics import output_blocks
 from quantflow.numerics.output_errors import SecondMoment, compared
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, shrink_
-from quantflow.planning.experts import ROUTED, SIDE_BY_SIDE, fed_by
+from quantflow.planning.experts import ROUTED, SIDE_BY_SIDE
 from quantflow.planning.plan import Plan
 from quantflow.planning.requirements import GRADIENT_SUM
 from quantflow.process_memory import give_back_holes
@@ -331,7 +331,7 @@ def _treat_experts(
     shorts = [] if policy.name == "all" else few
     if policy.name == "error":
         refuse(layer.prefix, shorts)
-    shown = fed_by(policy) if policy.weights else fed
+    shown = opened.plan.fed if policy.weights else fed
     note = None
     if opened.plan.learned is not None:
         note = "its rounding is not learned"

@@ -275,9 +275,8 @@ class Forward:
         """The measurement's share of a layer; nothing is measured of a rotated model's inputs."""
         if self.measurement is None:
             return LayerMeasurement()
-        statistics = (
-            {} if self.plan.rotation is not None else input_statistics(self.measurement, layer)
-        )
+        rotates = self.plan.rotation is not None
+        statistics = {} if rotates else input_statistics(self.measurement, layer)
         # Hessians are accumulated here, those that were measured are not read
         if not self.device.is_host:
             statistics = {
@@ -291,7 +290,7 @@ class Forward:
         return LayerMeasurement(
             statistics=statistics,
             routed=routed_tokens(self.measurement, layer),
-            fed=self.measurement.meta.get("experts"),
+            fed=self.plan.fed if rotates else self.measurement.meta.get("experts"),
             gradient=partial(gradient_sum, self.measurement),
         )
 

@@ -21,7 +21,6 @@ from quantflow.models.hooks import watch
 from quantflow.observers import OBSERVERS
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.rows import RowSample
-from quantflow.planning.experts import fed_by
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
 from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer
@@ -138,7 +137,7 @@ def _run(
 
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
     total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
-    seen_by_experts = EXPERT_TOKENS[fed_by(opened.plan.experts)]
+    seen_by_experts = EXPERT_TOKENS[opened.plan.fed]
     with (
         text.stream.beside(layer.index, opened.module) as module,
         watch(module, watched),

@@ -336,7 +336,13 @@ def _quantize(
         ranks=job.ranks,
     )
     shorts = check_before(
-        plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=model.shapes
+        plan.name,
+        plan.experts,
+        graph,
+        measurement,
+        schemes=plan.schemes,
+        shapes=model.shapes,
+        observed=plan.fed if plan.rotation is not None else None,
     )
     _say_short(shorts, job.entry, progress)
     known = (
@@ -350,8 +356,6 @@ def _quantize(
         known = with_importance(
             known, plan, path=Path(job.entry.imatrix), checkpoint=source.checkpoint
         )
-    if words := mtp.left_behind_words(model.unused, rotates=plan.rotation is not None):
-        progress.say(f"quantize {job.entry.name}: {words}")
     device = _device(job)
     with (
         stage_folder.locked(job.output),

@@ -21,10 +21,11 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import HadamardRotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.files.checkpoint import Checkpoint
-from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
+from quantflow.models.graph import Graph, LinearGroup
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_
 from quantflow.models.read_ahead import ReadAhead
+from quantflow.models.residual import Residual, residual_of
 from quantflow.numerics import output_blocks
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
@@ -56,26 +57,28 @@ class Rotated:
             blocks: linear whose input is rotated while the model runs -> channels of one block.
 
         Raises:
-            UnsupportedError: the family's norms subtract the mean, it has routers, or its head is
-                its embedding.
+            UnsupportedError: rotations do not go through the family's norms, or its head is its
+                embedding.
         """
         self.rotations = rotations
-        self._source, self._quantized, self._blocks = source, frozenset(quantized), dict(blocks)
+        self._source, self._graph = source, graph
+        self._quantized, self._blocks = frozenset(quantized), dict(blocks)
         self._hooks: dict[str, Any] = {}  # source name -> what takes its hook away
-        self._residual = residual_of(graph, source.names)
-        self._groups: dict[str, tuple[Layer, LinearGroup]] = {
-            name: (layer, group)
+        self._residual = residual_of(graph)
+        _refuse_tied(self._residual, source.names)
+        head = None if self._residual.gated_heads else rotations.head
+        per_head: list[LinearGroup] = [
+            group
             for layer in graph.layers
             for group in layer.groups
-            for name in group.linears
-        }
-        self._values = {
-            group.feeder
-            for _, group in self._groups.values()
-            if group.per_head and group.feeder is not None
-        }
-        norms = {group.norm for _, group in self._groups.values() if group.norm is not None}
-        self._norms = frozenset({*norms, self._residual.norm})
+            if group.per_head and head is not None and layer.head_dim == head.size
+        ]
+        self._values = {group.feeder for group in per_head}
+        self._value_readers = {name for group in per_head for name in group.linears}
+        self._norms = frozenset({*self._residual.readers.values(), self._residual.norm})
+        self._linears = frozenset(
+            {*self._residual.readers, *self._residual.writers, *graph.linears}
+        )
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -103,14 +106,28 @@ class Rotated:
     def changes(self, name: str) -> bool:
         """Whether the rotated model's tensor differs from the source's."""
         module, _, leaf = name.rpartition(".")
-        if module in self._groups:
-            writes = self._groups[module][1].norm is None
-            return (
-                leaf == "weight"
-                or writes
-                or (module in self._values and self.rotations.head is not None)
-            )
-        return module in self._norms or name in self.outside
+        if module in self._norms or name in self.outside:
+            return True
+        if module in self._residual.writers or module in self._values:
+            return True
+        return leaf == "weight" and (
+            module in self._residual.readers
+            or module in self._value_readers
+            or module in self._blocks
+        )
+
+    def in_float32(self) -> "Rotated":
+        """The same model with every linear and router in float32, none rounded to how it is stored.
+
+        So a router chooses the experts that the source's chooses.
+        """
+        return Rotated(
+            self._source,
+            self._graph,
+            self.rotations,
+            quantized=self._linears,
+            blocks=self._blocks,
+        )
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Read tensors of the rotated model.
@@ -141,14 +158,13 @@ class Rotated:
     def gradient_sum(self, name: str, sums: Tensor) -> Tensor:
         """The `gradient_sum` of a linear of the rotated model, from that of the source.
 
-        Queries, keys and what stands behind a gate are not rotated, so their sums stay.
+        Queries, keys, routers and what stands behind a gate are not rotated, so their sums stay.
 
         Args:
             name: name of the linear.
             sums: [O, W] float32 (quantflow/numerics/output_blocks.py).
         """
-        _, group = self._groups[name]
-        if group.norm is None:
+        if name in self._residual.writers:
             sums = output_blocks.rotated(sums, self.rotations.residual)
         if name in self._values and self.rotations.head is not None:
             sums = output_blocks.rotated(sums, self.rotations.head)
@@ -205,14 +221,14 @@ class Rotated:
         by = self.rotations.residual
         residual = self._residual
         if module in self._norms:
-            return torch.ones_like(stored)
+            return torch.zeros_like(stored) if residual.unit_offset else torch.ones_like(stored)
         if name == f"{residual.embedding}.weight":
             return _embedding(name, stored, by)
         if name == f"{residual.head}.weight":
             return hadamard.reader(
                 stored, self._norm(residual.norm), by, dtype=stored.dtype, name=name
             )
-        if module not in self._groups or not self.changes(name):
+        if not self.changes(name):
             return stored
         dtype = (
             torch.float32
@@ -223,22 +239,24 @@ class Rotated:
 
     def _linear(self, tensor: Tensor, module: str, *, leaf: str) -> Tensor:
         """The weight or the bias of a linear of a layer, float32."""
-        _, group = self._groups[module]
         by, head = self.rotations.residual, self.rotations.head
-        if leaf == "weight" and group.norm is not None:
-            tensor = hadamard.reader(tensor, self._norm(group.norm), by, dtype=torch.float32)
-        if leaf == "weight" and group.per_head and head is not None:
+        norm = self._residual.readers.get(module)
+        if leaf == "weight" and norm is not None:
+            tensor = hadamard.reader(tensor, self._norm(norm), by, dtype=torch.float32)
+        if leaf == "weight" and module in self._value_readers and head is not None:
             tensor = hadamard.value_reader(tensor, head)
         if leaf == "weight" and module in self._blocks:
             tensor = hadamard.mixed_reader(tensor, self._blocks[module])
-        if group.norm is None:
+        if module in self._residual.writers:
             tensor = hadamard.writer(tensor, by, dtype=torch.float32)
         if module in self._values and head is not None:
             tensor = hadamard.values(tensor, head)
         return tensor
 
     def _norm(self, name: str) -> Tensor:
-        return self._source.read([f"{name}.weight"])[f"{name}.weight"]
+        """What a norm multiplies by, [H]."""
+        (weight,) = self._source.read([f"{name}.weight"]).values()
+        return weight.float() + 1 if self._residual.unit_offset else weight
 
 
 def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> tuple[Tensor, ...]:
@@ -246,30 +264,12 @@ def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> 
     return (mixed(inputs[0], block), *inputs[1:])
 
 
-def residual_of(graph: Graph, names: Collection[str]) -> Residual:
-    """The modules that read and write the hidden state of a model that can be rotated.
-
-    Args:
-        graph: its graph.
-        names: names of its tensors.
+def _refuse_tied(residual: Residual, names: Collection[str]) -> None:
+    """Refuse a head that is the embedding.
 
     Raises:
-        UnsupportedError: a norm of the family subtracts the mean, it has routers, or the head is
-            the embedding.
+        UnsupportedError: naming both.
     """
-    residual = graph.family.residual
-    if residual is None and graph.family.mixture is not None:
-        raise UnsupportedError(
-            f"hadamard: the routers of family {graph.family.model_type} read the hidden state, "
-            "which it rotates",
-            "leave hadamard out; smoothquant and awq go with mixtures",
-        )
-    if residual is None:
-        raise UnsupportedError(
-            f"hadamard: the norms of family {graph.family.model_type} subtract the mean, which "
-            "no rotation commutes with",
-            "leave hadamard out, or use a family with RMSNorm",
-        )
     if f"{residual.head}.weight" not in names:
         raise UnsupportedError(
             f"hadamard: {residual.head}.weight is tied to {residual.embedding}.weight, a "
@@ -277,7 +277,6 @@ def residual_of(graph: Graph, names: Collection[str]) -> Residual:
             "leave hadamard out, or untie the model: save it with both tensors and "
             "tie_word_embeddings false",
         )
-    return residual
 
 
 def _embedding(name: str, stored: Tensor, by: HadamardRotation) -> Tensor:

@@ -156,8 +156,19 @@ def check_before(
     *,
     schemes: Mapping[str, LinearScheme | None],
     shapes: Mapping[str, Sequence[int]],
+    observed: str | None = None,
 ) -> list[Short]:
     """The groups that the measurement's ledger of tokens shows short, before any is quantized.
+
+    Args:
+        name: name of the artifact, for the message.
+        policy: the policy of its experts.
+        graph: the model's.
+        measurement: the measurement, or None.
+        schemes: linear -> its scheme, None where it is not quantized.
+        shapes: source tensor name -> shape.
+        observed: the tokens that quantize shows each expert where it observes inputs itself; None
+            where statistics are the measurement's.
 
     Raises:
         StatisticsError: policy `error`, and there are such groups; or static inputs and a
@@ -166,7 +177,7 @@ def check_before(
     """
     if policy is None or measurement is None:
         return []
-    fed = measurement.meta.get("experts")
+    fed = observed or measurement.meta.get("experts")
     if policy.inputs and policy.name == "all" and fed != "all":
         raise StatisticsError(
             f"{name}: experts all, the measurement showed each expert {fed or 'unknown'} tokens",

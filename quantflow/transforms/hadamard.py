@@ -2,8 +2,9 @@
 
     residual     x Q             an RMSNorm commutes with a rotation once its weight is folded
                                  into the linears that read it
-    reads it     W diag(g) Q     g is the norm's weight, which becomes 1
-    writes it    Q^T W, b Q
+    reads it     W diag(g) Q     g is the norm's weight, which becomes 1; in a mixture also routers,
+                                 every expert's gate and up, and what a shared expert reads
+    writes it    Q^T W, b Q      in a mixture also every expert's down
     values       v R, per head   rows of the value projection R^T W, columns of the output
                                  projection W R
 
@@ -44,11 +45,6 @@ VERSION: int = 1
 SUPPORTS = Supports(
     histograms=AS_MEASURED_HISTOGRAMS,
     chosen_schemes=AS_MEASURED,
-    mixtures=Refusal(
-        why="; the routers of family {family} read the hidden state, which it rotates",
-        remedy="leave hadamard out; smoothquant and awq go with mixtures",
-        unsupported=True,
-    ),
     centred_norms=Refusal(
         why="; the norms of family {family} subtract the mean, which no rotation commutes with",
         remedy="leave hadamard out, or use a family with RMSNorm",

@@ -1,6 +1,6 @@
 """Transforms of mixtures of experts.
 
-Linears of no expert are smoothed, experts are left to their policy, rotations are refused.
+Linears of no expert are smoothed, experts are left to their policy; rotations go through all.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
@@ -22,6 +23,8 @@ from quantflow.quantizing import layer_traffic, quantize
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
+from tests.conftest import EXPERTS, GROUPED, write_tokenizer
+from tests.shared import slow_but
 
 QUIET = ProgressLine(quiet=True)
 MANY = 1_000_000  # tokens, which no expert gets
@@ -37,6 +40,24 @@ def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) 
         QuantizeJob(model=model, output=folder, entry=words, measurement=measurement),
         QUIET,
     )
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """Write a random model whose experts lie in one tensor, with biases."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["gpt_oss"](
+        **{**GROUPED, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 16}
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
 
 
 def records(folder: Path) -> list[dict]:
@@ -215,11 +236,50 @@ def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, 
     assert records(folders["all"])[0]["experts"]["fed"] == "all"
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
-def test_a_mixture_is_not_rotated(family, family_model, tmp_path):
-    entry = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
-    with pytest.raises(
-        UnsupportedError,
-        match=f"the routers of family {family} read the hidden state, which it rotates",
-    ):
-        quantized(family_model(family), None, tmp_path / "q", entry)
+ROTATED = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
+
+
+@pytest.mark.parametrize(
+    "family", slow_but(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"], "qwen2_moe")
+)
+def test_a_rotated_mixture_is_proven_close_to_its_source(family, family_model, tmp_path):
+    """The bound is that of other transforms in 8 bits; a router that stays behind is at 1."""
+    folder = quantized(family_model(family), None, tmp_path / "q", ROTATED)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
+    assert difference(family_model(family), artifact) < 0.05
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor_are_rotated_part_by_part(tmp_path):
+    """gpt_oss: two experts stay in the model's dtype, and routers keep their biases."""
+    model = write_gpt_oss(tmp_path / "model")
+    entry = {**ROTATED, "ignore": ("re:.*experts[.][01][.].*",)}
+    folder = quantized(model, None, tmp_path / "q", entry)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
+    assert difference(model, artifact) < 0.05
+    before, after = load_file(model / "model.safetensors"), tensors(folder)
+    router = "model.layers.0.mlp.router"
+    assert torch.equal(before[f"{router}.bias"], after[f"{router}.bias"])
+    assert not torch.equal(before[f"{router}.weight"], after[f"{router}.weight"])
+
+
+def test_static_inputs_of_a_rotated_mixture_are_observed_by_its_policy(
+    family_model, measured_family, tmp_path
+):
+    """The measurement showed experts the tokens of the router; `all` shows them every one."""
+    model, measurement = family_model("mixtral"), measured_family("mixtral")
+    made = {}
+    for policy in ("all", "damp"):
+        entry = {**STATIC, **ROTATED, "scheme": "W8A8_STATIC", "experts": policy}
+        made[policy] = quantized(model, measurement, tmp_path / policy, entry)
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.input_scale"
+    every, routed = (tensors(folder)[name] for folder in made.values())
+    assert every > routed
+    assert records(made["all"])[0]["experts"]["fed"] == "all"
+    assert records(made["damp"])[0]["experts"]["fed"] == "routed"
+
+
+def test_inputs_of_experts_are_not_mixed_on_the_way(family_model, tmp_path):
+    entry = {**ROTATED, "transforms": ({"hadamard": {"down": True}},)}
+    with pytest.raises(UnsupportedError, match="down: true of a mixtral; the experts of a layer"):
+        quantized(family_model("mixtral"), None, tmp_path / "q", entry)

@@ -14,7 +14,6 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.manifest import read_manifest
 from quantflow.files.verify import verify
-from quantflow.planning.mtp import left_behind_words
 from quantflow.planning.recipe import (
     Calibration,
     MtpSettings,
@@ -185,12 +184,11 @@ def test_it_is_refused_where_there_is_no_layer_or_it_would_not_follow(source, tm
         quantflow.quantize(source, tmp_path / "2", entry=entry, ranks=2)
 
 
-def test_a_rotation_leaves_the_layer_behind_and_that_is_said(source):
-    names = open_checkpoint(source).infos
-    words = left_behind_words(names, rotates=True)
-    assert words is not None and words.startswith("model.layers.2 predicts further tokens (MTP)")
-    assert left_behind_words(names, rotates=False) is None
-    assert left_behind_words(["mtp.norm.weight"], rotates=True) is None
+@pytest.mark.parametrize("mtp", [None, MtpSettings(scheme="W8A16")])
+def test_a_rotation_of_a_model_with_such_a_layer_is_refused(source, tmp_path, mtp):
+    entry = Quantize(name="x", scheme="W8A16", mtp=mtp, transforms=({"hadamard": {}},))
+    with pytest.raises(UnsupportedError, match=r"whose model.layers.2 predicts further tokens"):
+        quantflow.quantize(source, tmp_path / "2", entry=entry)
 
 
 def test_a_word_that_is_no_scheme_is_refused():

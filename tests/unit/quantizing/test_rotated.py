@@ -40,13 +40,15 @@ def test_a_layer_has_the_hook_while_it_has_its_weights_and_computes_the_same(fam
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("heads", [True, False])
-def test_gradient_sums_are_those_of_the_rotated_models_outputs(family_model, heads):
+@pytest.mark.parametrize(
+    ("family", "heads"), [("llama", True), ("llama", False), ("qwen2_moe", True)]
+)
+def test_gradient_sums_are_those_of_the_rotated_models_outputs(family_model, family, heads):
     """Judged by autograd through both models, from the same gradient behind the last layer."""
-    source = open_source(family_model("llama"))
+    source = open_source(family_model(family))
     graph = graph_for(source.config)
     rotations = hadamard.solve(hidden=64, head_dim=16, options={**hadamard.OPTIONS, "heads": heads})
-    turned = Rotated(source, graph, rotations, quantized=graph.linears)
+    turned = Rotated(source, graph, rotations, quantized=graph.linears).in_float32()
     leaving = torch.randn(1, 48, 64, generator=torch.Generator().manual_seed(0))
 
     def sums(weights, gradient):
@@ -55,7 +57,8 @@ def test_gradient_sums_are_those_of_the_rotated_models_outputs(family_model, hea
         (state,) = stream.begin([torch.arange(2, 50)])
         layer = graph.layers[0]
         with stream.layer(0) as module, backward(stream, module, layer) as through:
-            through(state, gradient, lambda name, _, g: found.update({name: g[0].T @ g[0]}))
+            through(state, gradient, lambda name, _, g: found.update({name: g.flatten(0, -2)}))
+        found = {name: gradients.T @ gradients for name, gradients in found.items()}
         return found
 
     original = sums(source, leaving)
