@@ -391,6 +391,12 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
         and "--group-size" not in table["quantflow best", "W8A16"].commands[0]
     )
     assert measured("quantflow signround", W4)
+    (turned,) = table["quantflow best hadamard", "W2A16 g64"].commands
+    assert (
+        measured("quantflow best hadamard", "MXFP4")
+        and turned[turned.index("--set") + 1] == 'quantize.0.transforms=["hadamard"]'
+        and turned[turned.index("--group-size") + 1] == "64"
+    )
     mixing = {
         program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)
     }

@@ -86,7 +86,7 @@ FLOAT4 = {
     **{name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16")},
     **{name: ("rtn", "gptq", "good", "best") for name in ("NVFP4", "MXFP4")},
 }
-# Transforms in the place of the combination's own -> the schemes of `best` that have a row with them.
+# Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
 LLAMA_CPP = (
     "Q8_0",
