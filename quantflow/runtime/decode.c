@@ -637,7 +637,9 @@ static void product_of_panel(const void *context, int64_t unit) {
         some = width - at < some ? 1 : some;
         for (int64_t row = 0, size; row < many; row += size) {
             const char *from = x + (panel + row) * apart * bytes;
-            size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
+            /* pairs are halved into registers of their own, which 16 have for 4 rows */
+            const int six = !(REGISTERS == 16 && x_kind == BFLOAT16);
+            size = six && many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
 #define TILE_OF(X, KIND, R, O) \
     if (x_kind == X && kind == KIND && size == R && some == O) \
         product_tile(from, apart, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
