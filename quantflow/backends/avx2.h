@@ -10,9 +10,17 @@ enum { LANES = 8, ALL = 8, MOST = 6 }; /* MOST: tokens of a tile, at most */
 enum { SUMS = 2 * MOST };              /* registers of sums, at most */
 enum { HAS_BFLOAT = 0 };
 
-/* Tokens of the next tile, of those that are left; the place of such a tile in a row of
- * `adders`; its blocks of 16 rows. */
-INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+/* Tokens of a tile at most, by kind and math: codes of 4 bits are spread to many floats, and the
+ * words of 6 tokens leave the first-level cache. */
+INLINE int most_of(enum kind kind, enum math math) {
+    return columns_of(kind) == 8 && math == FLOAT ? 4 : MOST;
+}
+
+/* Tokens of the next tile, of those that are left and of `most`; the place of such a tile in a row
+ * of `adders`; its blocks of 16 rows. */
+INLINE int tile_of(int64_t left, int most) {
+    return left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
 INLINE int place_of(int tokens) { return tokens / 2; }
 INLINE int blocks_of(int tokens) { return tokens == 1 ? 2 : 1; }
 #define TILES(MAKE, KIND, MATH) \
@@ -169,8 +177,8 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
                                           _mm256_extracti128_si256(twos, 1));
             fours = _mm_hadd_epi32(fours, fours);
             sum += _mm_extract_epi32(fours, 0) + _mm_extract_epi32(fours, 1);
-            per = w->kind == W4 ? 4 : 2;
-            if (w->kind == W4) {
+            per = w->kind == W8 ? 2 : 4;
+            if (per == 4) {
                 _mm_storeu_si128((__m128i *)words, bytes);
             } else {
                 ints shifted = _mm256_add_epi16(shorts, _mm256_set1_epi16(128));
@@ -230,13 +238,15 @@ INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero)
     if (math != INTEGER)
         return _mm256_castps_si256(floats_of(kind, line, v, _mm256_castsi256_ps(zero)));
     if (kind == W8) return _mm256_srai_epi16(v ? line : _mm256_slli_epi16(line, 8), 8);
-    return _mm256_and_si256(v ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    ints codes = _mm256_and_si256(v ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    if (kind == W4) return codes;
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(TWICE_E2M1(_mm_setr_epi8)), codes);
 }
 
 /* acc + the v-th word of an input times that part of a line. */
 INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x) {
     if (math == INTEGER) {
-        if (kind != W4) return _mm256_add_epi32(acc, _mm256_madd_epi16(part, x));
+        if (kind == W8) return _mm256_add_epi32(acc, _mm256_madd_epi16(part, x));
         ints pairs = _mm256_maddubs_epi16(part, x);
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
@@ -244,13 +254,23 @@ INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x
                                           _mm256_castsi256_ps(acc)));
 }
 
+/* Lines of 4-bit weights whose INTEGER products are summed in 16 bits: each has two words, and the sum
+ * of a word's two products is at most 2 * 24 * 128. A group has an even number of lines. */
+enum { NARROW_LINES = 2 };
+
+/* Whether a tile of T tokens sums so: of fewer, the memory takes the time. */
+INLINE int narrow(int T) { return T >= 4; }
+
+/* acc, in 16 bits, + a word of an input times a part of a line of 4 bits. */
+INLINE ints multiply_narrow(ints acc, ints part, ints x) {
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(part, x));
+}
+
+/* Sums of 16 bits, two in 32 bits. */
+INLINE ints widened(ints sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+
 /* What takes out a shift of the weights: they have none. */
 INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
-
-/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
-INLINE int spreads_first(enum kind kind, enum math math, int T) {
-    return kind == F4 && math == FLOAT && T > 4;
-}
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {

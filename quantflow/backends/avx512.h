@@ -13,9 +13,14 @@ enum { HAS_BFLOAT = 0 };
 #define _mm512_dpbf16_ps(acc, a, b) (acc)
 #endif
 
-/* Tokens of the next tile, of those that are left; the place of such a tile in a row of
- * `adders`; its blocks of 16 rows. */
-INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
+/* Tokens of a tile at most, by kind and math. */
+INLINE int most_of(enum kind kind, enum math math) { (void)kind, (void)math; return MOST; }
+
+/* Tokens of the next tile, of those that are left and of `most`; the place of such a tile in a row
+ * of `adders`; its blocks of 16 rows. */
+INLINE int tile_of(int64_t left, int most) {
+    return left >= most ? most : left >= 8 ? 8 : left >= 4 ? 4 : 1;
+}
 INLINE int place_of(int tokens) { return tokens / 4; }
 INLINE int blocks_of(int tokens) { return tokens == 1 ? 4 : 2; }
 #define TILES(MAKE, KIND, MATH) \
@@ -230,7 +235,7 @@ INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
 INLINE __m512i multiply(enum kind kind, enum math math, __m512i acc, __m512i part, __m512i x) {
     /* the first factor is unsigned: 4-bit codes of the weight, or inputs that are 128 higher */
     if (math == INTEGER)
-        return kind == W4 ? _mm512_dpbusd_epi32(acc, part, x) : _mm512_dpbusd_epi32(acc, x, part);
+        return kind == W8 ? _mm512_dpbusd_epi32(acc, x, part) : _mm512_dpbusd_epi32(acc, part, x);
     const __m512 sum = _mm512_castsi512_ps(acc);
     if (math != BFLOAT)
         return _mm512_castps_si512(
@@ -243,16 +248,19 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
         return _mm512_castps_si512(floats_of(kind, line, v, _mm512_castsi512_ps(zero)));
     if (math == BFLOAT) return pairs_of(kind, line, v, zero);
     if (kind == W8) return line;
-    return _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
+    __m512i codes = _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
+    if (kind == W4) return codes;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(TWICE_E2M1(_mm_setr_epi8)), codes);
 }
+
+/* No INTEGER products are summed in 16 bits first. */
+enum { NARROW_LINES = 1 };
+INLINE int narrow(int T) { (void)T; return 0; }
+INLINE ints multiply_narrow(ints acc, ints part, ints x) { (void)part, (void)x; return acc; }
+INLINE ints widened(ints sum) { return sum; }
 
 /* What takes out a shift of the weights: they have none. */
 INLINE int32_t shift_of(int32_t sum, int64_t group) { (void)sum, (void)group; return 0; }
-
-/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
-INLINE int spreads_first(enum kind kind, enum math math, int T) {
-    (void)kind, (void)math, (void)T; return 0;
-}
 
 /* The zero points of a group as `part_of` takes them. */
 INLINE ints zeros_of(enum math math, ints zero) {

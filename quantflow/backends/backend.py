@@ -15,7 +15,7 @@ from quantflow.accelerators import CUDA, GPUS, is_gpu
 from quantflow.core.device import missing_gpu
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import PackedLinear, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import FLOAT4, LinearScheme, TensorScheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,11 @@ def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
     if tensor is None or tensor.kind != "float" or tensor.scale_format != "float":
         return False
     return FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
+
+
+def is_e2m1(tensor: TensorScheme) -> bool:
+    """Whether a tensor is quantized to e2m1, floats of 4 bits."""
+    return tensor.kind == "float" and tensor.float8 == FLOAT4
 
 
 def _called(tensor: TensorScheme | None) -> str:

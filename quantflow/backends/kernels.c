@@ -89,6 +89,15 @@ static const int32_t orders[4][4][16] = {
 /* Columns of a line. */
 INLINE int columns_of(enum kind kind) { return kind == W4 || kind == F4 ? 8 : 4; }
 
+/* e2m1 for INTEGER products: twice a value is a whole number. Byte shuffles find it from the code,
+ * 12 higher: it is not negative then, and 12 is the zero point of all groups. kernels.py halves the
+ * scales. */
+#define TWICE_E2M1(NUMBERS) \
+    NUMBERS(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+/* The zero point of a group that names none, as codes are multiplied. */
+INLINE int point_of(enum kind kind) { return kind == F4 ? 12 : 8; }
+
 /* Inputs, arranged for the products. */
 struct tokens {
     int64_t words; /* words of a token, each of 4 int8, 2 int16, 2 bfloat16 or 1 float, in the order
@@ -96,7 +105,9 @@ struct tokens {
     uint32_t *x;   /* tile after tile [words, tokens of the tile] */
     float *scale;  /* of each token, or of each of its groups */
     int64_t token, part; /* numbers from one token's scale to the next one's, and from a group's */
-    int32_t *sum;  /* [tokens, groups] sums of int8 inputs */
+    /* [tokens, groups] of int8 inputs: their sum; of 4-bit weights minus the sum, times the zero
+     * point where all groups have the same */
+    int32_t *sum;
     enum math math;
     int tiled;     /* inputs are arranged for tiles.h: tile after tile, of 16 tokens */
     int bf16;      /* x, bias and y are bfloat16 instead of float */
@@ -166,17 +177,59 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
         else if (to->math == PAIRED) ARRANGE(PAIRED);
         else ARRANGE(BFLOAT);
     }
+    if (to->math == INTEGER && !to->tiled && columns_of(w->kind) == 8)
+        for (int64_t g = 0; g < w->groups; g++) sums[g] *= w->zero ? -1 : -point_of(w->kind);
 }
 
-#define GROUP_OF_TILE \
-    const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, \
-        floats *total
+/* The line at `data` in each register of rows; the lines that are needed later are fetched. */
+INLINE void load_lines(const uint8_t *data, int64_t pair, ints *line, const int T) {
+    UNROLL for (int r = 0; r < blocks_of(T) * 16 / LANES; r++) {
+        const uint8_t *at = data + r * LANES / 32 * pair + r * LANES % 32 * 4;
+        line[r] = load_ints(at);
+        if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
+        /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several: fetch
+         * the next 32 rows, into the second-level cache. */
+        if (T == 1) __builtin_prefetch(at + 4096, 0, 3);
+        else __builtin_prefetch(at + pair, 0, 2);
+    }
+}
 
-/* Add the products of group `g` to total [R, T]: R registers of rows from 16-row block `block`
- * on, T tokens from `token` on. */
-INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math, const int T) {
+/* Add INTEGER products of `lines` lines to sum [R, T], by way of sums of 16 bits. */
+INLINE void add_narrow(const uint8_t *data, int64_t pair, int64_t lines, const uint32_t *x,
+                       ints (*sum)[MOST], const enum kind kind, const int T) {
+    const int R = blocks_of(T) * 16 / LANES, parts = words_of(kind, INTEGER);
+    for (int64_t done = 0; done < lines; done += NARROW_LINES) {
+        ints part[NARROW_LINES * 2][4];
+        UNROLL for (int i = 0; i < NARROW_LINES; i++) {
+            ints line[4];
+            load_lines(data + i * 128, pair, line, T);
+            UNROLL for (int v = 0; v < parts; v++)
+                UNROLL for (int r = 0; r < R; r++)
+                    part[i * parts + v][r] = part_of(kind, INTEGER, line[r], v, splat_int(0));
+        }
+        UNROLL for (int t = 0; t < T; t++) { /* the parts keep the registers */
+            ints narrow[4];
+            UNROLL for (int v = 0; v < NARROW_LINES * parts; v++) {
+                const ints word = splat_int((int)x[v * T + t]);
+                UNROLL for (int r = 0; r < R; r++)
+                    narrow[r] = multiply_narrow(v ? narrow[r] : splat_int(0), part[v][r], word);
+            }
+            UNROLL for (int r = 0; r < R; r++) sum[r][t] = plus(sum[r][t], widened(narrow[r]));
+        }
+        data += NARROW_LINES * 128;
+        x += NARROW_LINES * parts * T;
+    }
+}
+
+#define TILE_OF \
+    const struct weight *w, const struct tokens *in, int64_t block, int64_t token, floats *total
+
+/* Add the products of group `g`, of `group` columns, to total [R, T]: R registers of rows from
+ * 16-row block `block` on, T tokens from `token` on. */
+INLINE void add_group(TILE_OF, int64_t g, const int64_t group, const enum kind kind,
+                      const enum math math, const int T) {
     const int R = blocks_of(T) * 16 / LANES, parts = words_of(kind, math);
-    const int64_t lines = w->group / columns_of(kind), pair = lines * w->groups * 128;
+    const int64_t lines = group / columns_of(kind), pair = lines * w->groups * 128;
     const int64_t at = (block * w->groups + g) * 16;
     const uint8_t *data = w->data + block / 2 * pair;
     data += (blocks_of(T) == 1 ? block % 2 * 64 : 0) + g * lines * 128;
@@ -184,45 +237,30 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
     ints sum[4][MOST], zero[4];
     UNROLL for (int r = 0; r < R; r++) {
         const int64_t row = at + r * LANES / 16 * w->groups * 16 + r * LANES % 16;
-        zero[r] = w->zero ? load_bytes(w->zero + row) : splat_int(8);
+        zero[r] = w->zero ? load_bytes(w->zero + row) : splat_int(point_of(kind));
         UNROLL for (int t = 0; t < T; t++) {
             /* integer sums begin at what takes out the offset of the inputs (W8), or the zero
-             * points of the weight: -zero * sum(inputs) (W4); float sums begin at 0 */
+             * points of the weight: zero * inputs, or inputs (W4, F4); float sums begin at 0 */
             const int32_t inputs = math == INTEGER ? in->sum[(token + t) * w->groups + g] : 0;
             sum[r][t] = math == INTEGER && kind == W8
-                ? plus(load_ints(w->offset + row), splat_int(shift_of(inputs, w->group)))
-                : times_int(zero[r], splat_int(-inputs));
+                ? plus(load_ints(w->offset + row), splat_int(shift_of(inputs, group)))
+                : w->zero ? times_int(zero[r], splat_int(inputs)) : splat_int(inputs);
         }
         zero[r] = zeros_of(math, zero[r]);
     }
     const int64_t turn = math == PAIRED ? 32 / columns_of(kind) : lines;
-    for (int64_t done = 0; done < lines; done += turn) {
+    if (math == INTEGER && columns_of(kind) == 8 && narrow(T))
+        add_narrow(data, pair, lines, x, sum, kind, T);
+    else for (int64_t done = 0; done < lines; done += turn) {
         ints half[2][4][MOST]; /* PAIRED's two sums */
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int t = 0; t < T; t++) half[0][r][t] = half[1][r][t] = splat_int(0);
         for (int64_t i = 0; i < turn; i++) {
             ints line[4];
-            UNROLL for (int r = 0; r < R; r++) {
-                const uint8_t *at = data + r * LANES / 32 * pair + r * LANES % 32 * 4;
-                line[r] = load_ints(at);
-                if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
-                /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several:
-                 * fetch the next 32 rows, into the second-level cache. */
-                if (T == 1) __builtin_prefetch(at + 4096, 0, 3);
-                else __builtin_prefetch(at + pair, 0, 2);
-            }
-            ints spread[8][4]; /* all parts of the lines, in memory: the sums keep the registers */
-            if (spreads_first(kind, math, T)) {
-                UNROLL for (int v = 0; v < parts; v++)
-                    UNROLL for (int r = 0; r < R; r++)
-                        spread[v][r] = part_of(kind, math, line[r], v, zero[r]);
-                __asm__("" : "+m"(spread));
-            }
+            load_lines(data, pair, line, T);
             UNROLL for (int v = 0; v < parts; v++) {
                 ints part[4];
-                UNROLL for (int r = 0; r < R; r++)
-                    part[r] = spreads_first(kind, math, T)
-                        ? spread[v][r] : part_of(kind, math, line[r], v, zero[r]);
+                UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
                 UNROLL for (int t = 0; t < T; t++) {
                     const ints word = splat_int((int)x[v * T + t]);
                     UNROLL for (int r = 0; r < R; r++) {
@@ -253,11 +291,19 @@ INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math,
     }
 }
 
+/* Write the products of all groups to total [R, T]. */
+INLINE void add_groups(TILE_OF, const enum kind kind, const enum math math, const int T) {
+    floats sum[SUMS] = {0}; /* of its own: the compiler knows that no weight is written */
+    for (int64_t g = 0; g < w->groups; g++)
+        add_group(w, in, block, token, sum, g, w->group, kind, math, T);
+    memcpy(total, sum, sizeof sum);
+}
+
 /* One function for each kind, math and size of a tile: they are constants in it, so that its loops
  * are unrolled and its sums stay in registers. */
 #define ADDER(KIND, MATH, T) \
-    static __attribute__((noinline)) void KIND##_##MATH##_##T(GROUP_OF_TILE) { \
-        add_group(w, in, block, token, g, total, KIND, MATH, T); \
+    static __attribute__((noinline)) void KIND##_##MATH##_##T(TILE_OF) { \
+        add_groups(w, in, block, token, total, KIND, MATH, T); \
     }
 #define ADDERS(KIND, MATH) TILES(ADDER, KIND, MATH)
 ADDERS(W4, INTEGER)
@@ -268,6 +314,7 @@ ADDERS(W8, FLOAT)
 ADDERS(W8, BFLOAT)
 ADDERS(F8, FLOAT)
 ADDERS(F8, BFLOAT)
+ADDERS(F4, INTEGER)
 ADDERS(F4, FLOAT)
 ADDERS(F4, BFLOAT)
 /* PAIRED sums of FEW tokens and more are for tiles.h */
@@ -275,24 +322,23 @@ FEW_TILES(ADDER, W4, PAIRED)
 FEW_TILES(ADDER, W8, PAIRED)
 FEW_TILES(ADDER, F8, PAIRED)
 FEW_TILES(ADDER, F4, PAIRED)
-static void (*const adders[4][4][4])(GROUP_OF_TILE) = {
+static void (*const adders[4][4][4])(TILE_OF) = {
     NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), FEW_NAMES(W4, PAIRED),
     NAMES(W8, INTEGER), NAMES(W8, FLOAT),  NAMES(W8, BFLOAT), FEW_NAMES(W8, PAIRED),
     NAMES(F8, FLOAT),   NAMES(F8, BFLOAT), FEW_NAMES(F8, PAIRED),
-    NAMES(F4, FLOAT),   NAMES(F4, BFLOAT), FEW_NAMES(F4, PAIRED),
+    NAMES(F4, INTEGER), NAMES(F4, FLOAT),  NAMES(F4, BFLOAT), FEW_NAMES(F4, PAIRED),
 };
 
 /* The outputs of some rows, from 16-row block `block` on, and T tokens. */
 static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token,
                  const void *bias, void *y, int T) {
     const int R = blocks_of(T) * 16 / LANES;
-    floats total[SUMS] = {0};
+    floats total[SUMS];
     for (int i = 0; i < R * T; i++) /* fetch the outputs' cache lines, before they are written */
         __builtin_prefetch((char *)y + ((token + i % T) * w->rows + block * 16 + i / T * LANES)
                                            * (in->bf16 ? 2 : 4), 1);
     CHECK(adders[w->kind][in->math][place_of(T)]);
-    for (int64_t g = 0; g < w->groups; g++)
-        adders[w->kind][in->math][place_of(T)](w, in, block, token, g, total);
+    adders[w->kind][in->math][place_of(T)](w, in, block, token, total);
     for (int r = 0; r < R; r++) {
         int64_t row = block * 16 + r * LANES;
         some mask = first(w->rows - row);
@@ -337,9 +383,10 @@ static void prepare_token(const void *context, int64_t token) {
     const struct jobs *jobs = context;
     const struct job *job = JOB_OF(first_token, token);
     const int64_t tokens = job->tokens, t = token - job->first_token;
-    int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
-    while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
-    prepare(job->w, job->x, t, begin, tile_of(tokens - begin), &job->in);
+    const int most = most_of(job->w->kind, job->in.math);
+    int64_t begin = t < tokens / most * most ? t / most * most : tokens / most * most;
+    while (begin + tile_of(tokens - begin, most) <= t) begin += tile_of(tokens - begin, most);
+    prepare(job->w, job->x, t, begin, tile_of(tokens - begin, most), &job->in);
 }
 
 /* A unit: the outputs of some blocks and all tokens of a linear, or in tiles those of a strip. */
@@ -355,7 +402,7 @@ static void multiply_blocks(const void *context, int64_t unit) {
     }
 #endif
     for (int64_t t = 0, size; t < job->tokens; t += size) {
-        size = tile_of(job->tokens - t);
+        size = tile_of(job->tokens - t, most_of(job->w->kind, job->in.math));
         /* a tile of one token spans more blocks than a unit of several tokens: every other unit
          * computes it for its neighbour too */
         int many = blocks_of((int)size);
@@ -376,7 +423,7 @@ static size_t arranged(struct job *job, int bf16) {
     CHECK(w->group > 0 && w->group % 16 == 0);
     CHECK(w->groups == (w->columns + w->group - 1) / w->group);
     CHECK(w->kind >= W4 && w->kind <= F4 && w->input >= ASIS && w->input <= E4M3);
-    CHECK(!(w->kind >= F8 && w->input == INT8));
+    CHECK(!(w->kind == F8 && w->input == INT8));
     CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
     int narrow = w->bf16 || w->input == E4M3;
     job->in.bf16 = bf16;

@@ -24,6 +24,7 @@ from torch.nn import functional
 from quantflow.backends import native
 from quantflow.core import affine, groups, microscaling
 from quantflow.core.qtensor import PackedLinear, QTensor, QuantizedLinear
+from quantflow.core.scheme import TensorScheme
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -92,7 +93,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     kind = wide_kind if weight.scheme.num_bits > 4 else narrow_kind
     input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
     integer = inputs is not None and inputs.kind == "int"
-    scale = _scales(weight.scale.expand(rows, -1))
+    scale = _scales(_factor(kind, inputs) * weight.scale.expand(rows, -1))
     tensors = {"data": _data(weight, kind, group=group), "scale": scale}
     if kind == _W4 and weight.zero_point is not None:
         tensors["zero"] = _lanes(
@@ -106,15 +107,29 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
         group=group,
         groups=scale.shape[1],
         input_scale=0.0 if linear.input_scale is None else float(linear.input_scale),
-        input_largest=0.0 if inputs is None else affine.half_range(inputs),
         input_zero=input_zero,
-        input_grouped=inputs is not None and inputs.granularity == "per_group",
         kind=kind,
-        input=_ASIS if inputs is None else _INT8 if integer else _E4M3,
         wide=scale.dtype == torch.float32,
         bf16=dtype == torch.bfloat16,
+        **_input_fields(inputs),
     )
     return _prepared(record, tensors, dtype)
+
+
+def _input_fields(inputs: TensorScheme | None) -> dict[str, Any]:
+    """The fields of `struct weight` that say how inputs are quantized at run time."""
+    if inputs is None:
+        return {"input": _ASIS}
+    return {
+        "input": _INT8 if inputs.kind == "int" else _E4M3,
+        "input_largest": affine.half_range(inputs),
+        "input_grouped": inputs.granularity == "per_group",
+    }
+
+
+def _factor(kind: int, inputs: TensorScheme | None) -> float:
+    """The factor of a weight's scales: e2m1 is multiplied with integers as twice its values."""
+    return 0.5 if kind == _F4 and inputs is not None and inputs.kind == "int" else 1.0
 
 
 def prepare_packed(linears: Sequence[PackedLinear], dtype: torch.dtype) -> Prepared:
@@ -142,16 +157,17 @@ def prepare_packed(linears: Sequence[PackedLinear], dtype: torch.dtype) -> Prepa
         arrange(codes.data_ptr(), lines, count, first, lines, data.data_ptr())
         first += count
     scales = [linear.scale for linear in linears]
-    scale = _scales(scales[0] if len(scales) == 1 else torch.cat(scales))
+    inputs = linears[0].scheme.input
+    scale = _scales(_factor(_F4, inputs) * (scales[0] if len(scales) == 1 else torch.cat(scales)))
     record = _Weight(
         rows=rows,
         columns=columns,
         group=group,
         groups=columns // group,
         kind=_F4,
-        input=_ASIS,
         wide=scale.dtype == torch.float32,
         bf16=dtype == torch.bfloat16,
+        **_input_fields(inputs),
     )
     return _prepared(record, {"data": data, "scale": scale}, dtype)
 
@@ -208,8 +224,8 @@ def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, in
         or not set(flags) <= {0, 1}
     ):
         return f"kind {weight.kind}, input {weight.input}, flags {flags}"
-    if weight.kind in (_F8, _F4) and weight.input == _INT8:
-        return "floating-point values with int8 inputs"
+    if weight.kind == _F8 and weight.input == _INT8:
+        return "float8 values with int8 inputs"
     padded = weight.rows + -weight.rows % _ROWS
     scales, columns = padded * weight.groups, weight.group * weight.groups
     sizes = {

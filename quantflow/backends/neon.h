@@ -14,9 +14,14 @@ enum { LANES = 4, ALL = 4, MOST = 4 }; /* MOST: tokens of a tile, at most */
 enum { SUMS = 16 };                    /* registers of sums, at most */
 enum { HAS_BFLOAT = 0 };
 
-/* Tokens of the next tile, of those that are left; the place of such a tile in a row of
- * `adders`; its blocks of 16 rows. */
-INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 2 ? 2 : 1; }
+/* Tokens of a tile at most, by kind and math. */
+INLINE int most_of(enum kind kind, enum math math) { (void)kind, (void)math; return MOST; }
+
+/* Tokens of the next tile, of those that are left and of `most`; the place of such a tile in a row
+ * of `adders`; its blocks of 16 rows. */
+INLINE int tile_of(int64_t left, int most) {
+    return left >= most ? most : left >= 2 ? 2 : 1;
+}
 INLINE int place_of(int tokens) { return tokens / 2; }
 INLINE int blocks_of(int tokens) { (void)tokens; return 1; }
 #define TILES(MAKE, KIND, MATH) MAKE(KIND, MATH, 1) MAKE(KIND, MATH, 2) MAKE(KIND, MATH, 4)
@@ -192,7 +197,11 @@ INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero)
     if (math != INTEGER) return as_ints(floats_of(kind, line, v, as_floats(zero)));
     const uint8x16_t bytes = vreinterpretq_u8_s32(line);
     if (kind == W8) return vreinterpretq_s32_u8(veorq_u8(bytes, vdupq_n_u8(128)));
-    return vreinterpretq_s32_u8(v ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+    const uint8x16_t codes = v ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    if (kind == W4) return vreinterpretq_s32_u8(codes);
+#define IN_BRACES(...) {__VA_ARGS__}
+    const uint8_t twice[16] = TWICE_E2M1(IN_BRACES);
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(twice), codes));
 }
 
 /* acc + the v-th word of an input times that part of a line. */
@@ -205,15 +214,16 @@ INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x
     return vdotq_s32(acc, vreinterpretq_s8_s32(part), vreinterpretq_s8_s32(x));
 }
 
+/* No INTEGER products are summed in 16 bits first. */
+enum { NARROW_LINES = 1 };
+INLINE int narrow(int T) { (void)T; return 0; }
+INLINE ints multiply_narrow(ints acc, ints part, ints x) { (void)part, (void)x; return acc; }
+INLINE ints widened(ints sum) { return sum; }
+
 /* What takes out that weights of 8 bits are shifted by 128: -128 times the sum of the shifted
  * inputs of a group, modulo 2^32. */
 INLINE int32_t shift_of(int32_t sum, int64_t group) {
     return (int32_t)(-128u * ((uint32_t)sum + 128u * (uint32_t)group));
-}
-
-/* Whether a tile of T tokens has no registers left in which a line becomes parts. */
-INLINE int spreads_first(enum kind kind, enum math math, int T) {
-    (void)kind, (void)math, (void)T; return 0;
 }
 
 /* The zero points of a group as `part_of` takes them. */

@@ -5,8 +5,9 @@ zero point of a static scheme. AVX512-VNNI multiplies unsigned with signed bytes
 by 128, so that every sum begins at -(128 + zero_point) * sum(weight). The sums are exact integers.
 
 w4a8: the same in groups; inputs have a scale per token, or one in each group of the weights. A zero
-point of the weight is subtracted as zero_point * sum(input). With bfloat16 inputs w8a8 and w4a8 are
-more exact than the oracle, which rounds the dequantized input.
+point of the weight is subtracted as zero_point * sum(input). Twice a value of e2m1 is a whole
+number: it is multiplied as one, by half the scale. With bfloat16 inputs w8a8 and w4a8 are more
+exact than the oracle, which rounds the dequantized input.
 
 w4a16, w8a16: the integers qvalue - zero_point become bfloat16 or float32 in registers, exactly. The
 inputs are not rounded, and the scale of a group multiplies its sum. Only the sums are rounded, so
@@ -25,7 +26,7 @@ A scheme that leaves inputs alone, run with rounded ones
 """
 
 from quantflow.backends import backend, kernels, native
-from quantflow.backends.backend import is_e4m3, is_int, requirement
+from quantflow.backends.backend import is_e2m1, is_e4m3, is_int, requirement
 from quantflow.core.scheme import TensorScheme
 
 
@@ -40,6 +41,10 @@ def _more(weights: TensorScheme) -> bool:
 
 _FOUR = requirement(
     "needs integer weights of at most 4 bits, {c.stored}", lambda c: is_int(c.weights, 2, 3, 4)
+)
+_FOUR_OR_E2M1 = requirement(
+    "needs weights of at most 4 bits, integers or e2m1, {c.stored}",
+    lambda c: is_int(c.weights, 2, 3, 4) or is_e2m1(c.weights),
 )
 _MORE = requirement(
     "needs symmetric int8 weights, or 5 or 6 bits, {c.stored}", lambda c: _more(c.weights)
@@ -75,11 +80,11 @@ BACKENDS = tuple(
         requirements=(*own, *_OURS),
         prepare=kernels.prepare,
         linear=kernels.linear,
-        prepare_packed=kernels.prepare_packed if name == "mx" else None,
+        prepare_packed=kernels.prepare_packed if name in ("mx", "w4a8") else None,
     )
     for name, own in {
         "w8a8": (backend.INT8_WEIGHTS, backend.INT8_INPUTS),
-        "w4a8": (_FOUR, backend.INT8_INPUTS, _SYMMETRIC),
+        "w4a8": (_FOUR_OR_E2M1, backend.INT8_INPUTS, _SYMMETRIC),
         "w4a16": (_FOUR, backend.INPUTS_AS_THEY_ARE),
         "w8a16": (_MORE, backend.INPUTS_AS_THEY_ARE),
         "fp8": (backend.E4M3_WEIGHTS, _E4M3),

@@ -63,7 +63,7 @@ static int paired(const struct weight *w) {
  * fewer; int8 products of weights of 4 bits, which are spread first, need two tiles of tokens. */
 static int tiled(const struct weight *w, enum math math, int64_t tokens) {
     if (math == PAIRED) return tokens >= FEW;
-    return math == INTEGER && tokens >= (w->kind == W4 ? 2 * SIDE : SIDE) && span_of(w, INTEGER)
+    return math == INTEGER && tokens >= (w->kind == W8 ? SIDE : 2 * SIDE) && span_of(w, INTEGER)
         && tiles_allowed();
 }
 
@@ -108,7 +108,7 @@ INLINE void spread(const struct weight *w, int64_t block, int64_t begin, int64_t
         ints four[PARTS], point[PARTS];
         for (int p = 0; p < PARTS; p++) {
             const int64_t row = ((block + p * LANES / SIDE) * w->groups + g) * SIDE + p * LANES % SIDE;
-            const ints zero = w->zero ? load_bytes(w->zero + row) : splat_int(8);
+            const ints zero = w->zero ? load_bytes(w->zero + row) : splat_int(point_of(kind));
             four[p] = times_int(zero, splat_int(0x01010101)), point[p] = zeros_of(math, zero);
         }
         for (int64_t i = from; i < to; i += per, data += 128, line += words)
@@ -130,7 +130,8 @@ static const uint8_t *lines_of(const struct job *job, int64_t block, int64_t beg
     if (job->in.math == INTEGER) {
         if (w->kind == W8)
             return w->data + (block / 2 * (w->group * w->groups) + begin) / 4 * 128;
-        spread(w, block, begin, end, line, W4, INTEGER);
+        if (w->kind == W4) spread(w, block, begin, end, line, W4, INTEGER);
+        else spread(w, block, begin, end, line, F4, INTEGER);
     } else if (w->kind == W4) spread(w, block, begin, end, line, W4, BFLOAT);
     else if (w->kind == W8) spread(w, block, begin, end, line, W8, BFLOAT);
     else if (w->kind == F8) spread(w, block, begin, end, line, F8, BFLOAT);
@@ -238,7 +239,7 @@ static void add_chunk(const struct part *part, int64_t begin, int64_t end, const
     (part->tokens > SIDE ? ADD(1, KIND, MATH, SPAN) : ADD(0, KIND, MATH, SPAN))
     if (math == PAIRED) ADD_OF(W4, PAIRED, 64); /* whatever their kind was */
     else if (w->kind == W8) whole ? ADD_OF(W8, INTEGER, 64) : ADD_OF(W8, INTEGER, 32);
-    else whole ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32);
+    else whole ? ADD_OF(W4, INTEGER, 64) : ADD_OF(W4, INTEGER, 32); /* or F4 */
 }
 
 /* Write the outputs of 32 PAIRS rows and `tokens` tokens from `token` on. */

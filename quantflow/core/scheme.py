@@ -305,9 +305,14 @@ class LinearScheme:
                 True,
                 True,
             )
-            same_groups = (inputs.group_size, inputs.scale_format) == (
-                self.weights.group_size,
-                self.weights.scale_format,
+            # integers have scales that are floats, whatever those of the weights are
+            formats = (
+                {self.weights.scale_format, "float"}
+                if inputs.kind == "int"
+                else {self.weights.scale_format}
+            )
+            same_groups = (
+                inputs.group_size == self.weights.group_size and inputs.scale_format in formats
             )
             if not (static or per_token or (per_group and same_groups)):
                 raise SchemeError(
@@ -557,25 +562,26 @@ def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
     return replace(scheme, weights=replace(scheme.weights, group_size=group_size), input=inputs)
 
 
-INPUT_GROUPS = (32, 64, 128)  # features that share the scale of a rounded input
+# features that share the scale of a rounded input, by the kind of the weights
+INPUT_GROUPS: dict[Kind, tuple[int, ...]] = {"int": (32, 64, 128), "float": (16, 32)}
 
 
 def with_rounded_inputs(scheme: LinearScheme) -> LinearScheme | None:
     """The scheme with inputs rounded to int8 at run time, in the groups of the weights.
 
-    A scale for each 32 to 128 features keeps the error far below that of weights of at most 4 bits,
-    and the product of a group is one of integers.
+    A scale for each 16 to 128 features keeps the error far below that of weights of at most 4 bits,
+    and the product of a group is one of integers: twice a value of e2m1 is one.
 
     Returns:
         None where inputs are quantized already, or weights have more bits, other groups or minima.
     """
     weights = scheme.weights
-    integers = weights.kind == "int" and weights.num_bits <= 4 and not weights.minima
     if (
         scheme.input is not None
-        or not integers
+        or weights.num_bits > 4
+        or weights.minima
         or weights.granularity != "per_group"
-        or weights.group_size not in INPUT_GROUPS
+        or weights.group_size not in INPUT_GROUPS[weights.kind]
     ):
         return None
     inputs = TensorScheme(

@@ -30,6 +30,7 @@ QEMU = "qemu-aarch64"
 MISSING = [name for name in (*(c[0] for c in COMPILERS.values()), QEMU) if not shutil.which(name)]
 REASON = native.why_not(kernels.SOURCE, cpu_flags=("avx2", "fma"))
 INTEGERS = ["W8A8", "W8A8_STATIC", "W4A8", "W4A16 rounded", "W3A16 rounded"]
+INTEGERS += ["MXFP4A16 rounded", "NVFP4A16 rounded"]
 FLOATS = ["W4A16", "W4A16_ASYM", "W8A16", "W6A16", "FP8_DYNAMIC", "FP8", "MXFP4A16", "NVFP4A16"]
 
 pytestmark = [

@@ -429,7 +429,7 @@ REASONS = [
         PRESETS["W8A8"],
         (16, 64),
         torch.float32,
-        "w4a8 needs integer weights of at most 4 bits, scheme W8A8 has int8 per channel",
+        "w4a8 needs weights of at most 4 bits, integers or e2m1, scheme W8A8 has int8 per channel",
     ),
     (
         w4a16,

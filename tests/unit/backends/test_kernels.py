@@ -50,7 +50,7 @@ def linear_of(
             scale=torch.ones(shape) if scale is None else scale,
             zero_point=zero_point,
             scheme=weights,
-            global_scale=torch.ones(1) if scheme == PRESETS["NVFP4A16"] else None,
+            global_scale=torch.ones(1) if weights.scale_format == "e4m3" else None,
         ),
         scheme=scheme,
         input_scale=None if input_scale is None else torch.tensor([input_scale]),
@@ -119,7 +119,7 @@ def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["MXFP4A16", "NVFP4A16"])
+@pytest.mark.parametrize("name", ["MXFP4A16", "MXFP4A16 rounded", "NVFP4A16"])
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [((1,), 32), ((64,), 96), ((90, 90), 128), ((70, 33, 1), 160), ((2048, 2048), 1024)],
@@ -127,7 +127,8 @@ def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
 def test_packed_codes_become_the_weight_that_unpacked_ones_become(
     rows, columns, name, scale_dtype, dtype
 ):
-    scheme = PRESETS[name]
+    name, _, rounded = name.partition(" ")
+    scheme = with_rounded_inputs(PRESETS[name]) if rounded else PRESETS[name]
     linears = [
         random_linear(name, (n, columns), scale_dtype=scale_dtype, scheme=scheme) for n in rows
     ]
@@ -425,7 +426,7 @@ def in_groups_by_hand(
     Sums are integers; each group's is multiplied once by both scales.
 
     Args:
-        linear: 4-bit weights [O, I], G groups.
+        linear: weights of at most 4 bits [O, I], G groups.
         x: [T, I].
         sums: float32 rounds as the kernel does, after a product, and after a product and its sum;
             float64 is all but exact.
@@ -437,16 +438,16 @@ def in_groups_by_hand(
     # [T, G, 1]
     steps = torch.where(largest > 0, (largest / 127.5).clamp_min(2.0**-126), torch.ones(()))
     codes = (split / steps).round().clamp(-128, 127).long()
+    # twice a value of e2m1 is a whole number, and half its scale a float
+    factor = 2 if weight.scheme.kind == "float" else 1
+    qvalue = (weight.qvalue.float() * factor).long()
+    scale = weight.scale.double() / factor
     zero = 0 if weight.zero_point is None else weight.zero_point.long()[..., None]
-    whole = torch.einsum(
-        "tgi,ogi->tog", codes, weight.qvalue.long().view(len(weight.qvalue), groups, -1) - zero
-    )
-    total = torch.zeros(len(x), len(weight.qvalue), dtype=sums)
+    whole = torch.einsum("tgi,ogi->tog", codes, qvalue.view(len(qvalue), groups, -1) - zero)
+    total = torch.zeros(len(x), len(qvalue), dtype=sums)
     for g in range(groups):
         # [T, O]
-        part = (whole[..., g].to(sums) * steps[:, g].to(sums)).double() * weight.scale[
-            :, g
-        ].double()
+        part = (whole[..., g].to(sums) * steps[:, g].to(sums)).double() * scale[:, g]
         total = (part + total.double()).to(sums)
     return total
 
@@ -492,6 +493,52 @@ def test_inputs_rounded_in_groups_give_the_bits_of_the_same_arithmetic_in_torch(
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["MXFP4A16", "NVFP4A16"])
+@pytest.mark.parametrize("shape", [(70, 96), (33, 192), (130, 416)])
+def test_values_of_e2m1_by_rounded_inputs_give_the_bits_of_the_same_arithmetic_in_torch(
+    shape, name, dtype
+):
+    generator = torch.Generator().manual_seed(3)
+    linear = random_linear(name, shape, scheme=PRESETS[name])
+    rounded = with_rounded_inputs(linear.scheme)
+    assert rounded.input.group_size == linear.scheme.weights.group_size
+    linear = replace(linear, scheme=rounded)
+    x = torch.randn(29, shape[1], generator=generator) * torch.logspace(-3, 3, shape[1])
+    x[3], x[4, :32] = 0, 0
+    x = x.to(dtype).float()
+    prepared = w4a8.prepare(linear, dtype)
+    found = w4a8.linear(x, prepared, None)
+    assert torch.equal(found, in_groups_by_hand(linear, x, sums=torch.float32))
+    exact = in_groups_by_hand(linear, x, sums=torch.float64)
+    oracle = linear.fake_quantize_input(x).double() @ linear.weight.dequantize().double().t()
+    assert torch.allclose(oracle, exact, rtol=0, atol=1e-6 * exact.abs().max().item())
+    assert torch.equal(torch.cat([w4a8.linear(row[None], prepared, None) for row in x]), found)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 13, 40])
+@pytest.mark.parametrize("name", ["MXFP4A16", "NVFP4A16", "W4A16", "W4A16_ASYM"])
+def test_the_largest_codes_by_the_largest_inputs_sum_exactly(name, tokens):
+    """Sums of few products are kept in 16 bits: 6 * 127 and 15 * -128 at every place."""
+    scheme = with_rounded_inputs(
+        PRESETS[name] if "FP4" in name else with_group_size(PRESETS[name], 128)
+    )
+    columns, weights = 256, scheme.weights
+    largest = 6 if weights.kind == "float" else 7
+    value = torch.full((34, columns), largest, dtype=torch.int8)
+    value[::2] *= -1
+    zero = None
+    if not weights.symmetric:
+        zero = torch.full((34, columns // 128), -8, dtype=torch.int8)
+    qvalue = value.float().to(torch.float8_e4m3fn) if weights.kind == "float" else value
+    linear = linear_of(scheme, qvalue, zero_point=zero)
+    x = torch.full((tokens, columns), 127.5)  # the step is 1
+    x[1::2] *= -1
+    points = value.double() - (0 if zero is None else -8)
+    expected = x.clamp(-128, 127).round().double() @ points.t()
+    assert torch.equal(run(linear, x).double(), expected)
+
+
 def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away():
     # Why it exists: with one scale per token the outlier makes the step of all.
     linear = random_linear("W4A16", (64, 256))
@@ -516,8 +563,10 @@ def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
     compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {flag}\n')
     compiler.chmod(0o700)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    names = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "W8A8", "W4A8"]
+    names = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "W8A8", "W4A8", "MXFP4A16"]
     linears = {name: random_linear(name, (48, 96)) for name in names}
+    rounded = replace(linears["MXFP4A16"], scheme=with_rounded_inputs(PRESETS["MXFP4A16"]))
+    linears["MXFP4A16 rounded"] = rounded
     for given in (x, x.float() + 2**-12):  # float32 inputs are rounded here too
         wanted = {name: run_in_float32(linear, given) for name, linear in linears.items()}
         with monkeypatch.context() as patched:
@@ -528,7 +577,7 @@ def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
                 found = {name: run_in_float32(linear, given) for name, linear in linears.items()}
             finally:
                 native._attempt.cache_clear()
-        for name in names:
+        for name in linears:
             assert torch.allclose(
                 found[name], wanted[name], rtol=0, atol=1e-6 * wanted[name].abs().max().item()
             )
@@ -619,14 +668,17 @@ def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
         ("FP8_DYNAMIC", None, 1088),
         ("W4A16 exact", 128, 1152),
         ("W4A16_ASYM exact", 32, 96),
-        ("MXFP4A16", None, 576),
+        ("MXFP4A16", None, 96),
+        ("MXFP4A16", None, 1152),
+        ("MXFP4A16 exact", None, 576),
+        ("NVFP4A16", None, 64),
         ("NVFP4A16 exact", None, 64),
     ],
 )
 def test_many_tokens_get_the_bits_that_each_gets_alone(name, group, columns, dtype, tokens):
     name, _, exact = name.partition(" ")
     scheme = PRESETS[name] if group is None else with_group_size(PRESETS[name], group)
-    scheme = scheme if exact else with_rounded_inputs(scheme)
+    scheme = scheme if exact else with_rounded_inputs(scheme) or scheme
     linear = random_linear(name, (150, columns), scheme=scheme)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[3], x[5, 1] = 0, float("nan")
