@@ -132,7 +132,7 @@ def _served(result: Mapping[str, Any]) -> list[str]:
 
 def _loaded(result: Mapping[str, Any]) -> list[str]:
     """The first lines about a model that bench loaded."""
-    there = result["memory"].get("device_peak_bytes")
+    there, rounded = result["memory"].get("device_peak_bytes"), result["rounded_inputs"]
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, "
         f"{', '.join(result['backends']) or 'no quantized linear'}, "
@@ -140,6 +140,7 @@ def _loaded(result: Mapping[str, Any]) -> list[str]:
         f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB"
         + ("" if there is None else f", of the device {there / 2**30:.2f} GiB"),
         *result["reasons"],
+        *([f"inputs of {rounded} linears are rounded to int8"] if rounded else []),
         f"percentiles {result['percentiles']}",
     ]
     if result["profile"] is not None:

@@ -73,6 +73,7 @@ def command(
              quantflow compare ./llama work/4-export --write-base llama.kld --text heldout.txt
              quantflow compare llama.kld llama.Q4_K_M.gguf llama.IQ4_NL.gguf
              quantflow compare ./llama work/4-export http://localhost:8000#name
+             quantflow compare ./gpt-oss-20b ./gpt-oss-20b --rounded-inputs
     """
     from quantflow.validating import compare_page  # here: it imports the plots
 

@@ -53,6 +53,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
              quantflow generate work/4-export --prompts questions.jsonl --column question --chat
              quantflow generate org/name --revision v1 --prompt "def main():"
              quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4
+             quantflow generate ./gpt-oss-20b --prompt "def main():" --rounded-inputs
     """
     pieces: list[str] = []
     # the comparison still counts where nobody reads

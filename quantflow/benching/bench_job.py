@@ -24,6 +24,7 @@ from quantflow.runtime.generate_job import (
     PACK_HELP,
     RANKS_HELP,
     REVISION_HELP,
+    ROUNDED_HELP,
     TRUST_HELP,
     Sampling,
 )
@@ -260,6 +261,7 @@ class BenchJob:
     )
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)
+    rounded_inputs: bool = setting(False, flag="--rounded-inputs", verbs=BENCH, help=ROUNDED_HELP)
     device: str = setting(
         "cpu",
         flag="--device",

@@ -40,6 +40,7 @@ from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.disk import link_or_copy, make_folder, remove, write_file
 from quantflow.progress import Progress
+from quantflow.runtime.artifact import is_model
 from quantflow.runtime.attention_choice import attention_of
 from quantflow.runtime.decoding import Beams, Draft, Lookup, Method
 from quantflow.runtime.lean import LeanDecoder
@@ -110,6 +111,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             crops=job.draft is not None or job.lookup is not None,
             pack=job.pack,
             exact=job.exact,
+            rounded_inputs=job.rounded_inputs,
             compiled=job.torch_compile,
             attention=attention_of(job.attention),
             shapes=job.shapes,
@@ -135,6 +137,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "reasons": list(loaded.reasons),
         "shapes": shapes_of(loaded.decoder),
         "backends": sorted(set(loaded.backends.values())),
+        "rounded_inputs": loaded.rounded_inputs,
         "threads": threads,
         "load_seconds": load_seconds,
         "percentiles": _order(job),
@@ -221,7 +224,15 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
     result, base = (
         launch(
             "bench",
-            replace(job, artifact=folder, baseline=None, profile=profile, results_dir=None),
+            replace(
+                job,
+                artifact=folder,
+                baseline=None,
+                profile=profile,
+                results_dir=None,
+                # a baseline that is not quantized has no inputs to round
+                rounded_inputs=job.rounded_inputs and not is_model(folder),
+            ),
             ranks=1,
             progress=progress,
             threads=torch.get_num_threads(),

@@ -13,7 +13,7 @@
     unify:       {groups}
     export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, ranks,
-                  mtp, diagnose, base, allow_inconclusive, exact}
+                  mtp, diagnose, base, allow_inconclusive, exact, rounded_inputs}
     resources:   {max_memory, max_disk, max_device_memory, disk_offload}
     compute:     {device, dtype}
 
@@ -740,6 +740,12 @@ class Validate:
         "--exact",
         help="Judge it with inputs that the scheme leaves alone as they are, as `generate "
         "--exact` runs it.",
+    )
+    rounded_inputs: bool = _for_validate(
+        False,
+        "--rounded-inputs",
+        help="Judge it with inputs of 4-bit weights rounded to int8 in groups, as `generate "
+        "--rounded-inputs` runs it.",
     )
 
     def __post_init__(self) -> None:

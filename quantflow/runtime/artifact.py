@@ -58,6 +58,45 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OTHER_MODEL = "check that config.json belongs to these weights"
 
 
+def inputs_asked(*, exact: bool, rounded_inputs: bool) -> Inputs:
+    """The treatment of inputs that two options name.
+
+    Args:
+        exact: inputs that the schemes leave alone are never rounded.
+        rounded_inputs: they are, whatever it costs, where a kernel multiplies integers then.
+
+    Raises:
+        UsageError: both.
+    """
+    if exact and rounded_inputs:
+        raise UsageError("exact and rounded_inputs together", "leave one of them out")
+    return "stored" if exact else "rounded" if rounded_inputs else "usual"
+
+
+def require_rounded(*artifacts: "Artifact") -> None:
+    """Refuse rounded inputs that were asked for where no linear of any artifact has them.
+
+    Raises:
+        UsageError: naming the schemes of the first one's linears.
+    """
+    linears = [linear for artifact in artifacts for linear in artifact.linears.values()]
+    if any(linear.rounded for linear in linears):
+        return
+    first = artifacts[0]
+    names = dict.fromkeys(linear.scheme.name for linear in first.linears.values())
+    backends = dict.fromkeys(linear.backend.name for linear in first.linears.values())
+    what = (
+        f"linears of {', '.join(names)}, run by {', '.join(backends)}"
+        if linears
+        else "no quantized linear"
+    )
+    raise UsageError(
+        f"{first.checkpoint.folder}: rounded inputs of {what}",
+        "leave rounded_inputs out: weights of at most 4 bits in groups have them, where the scheme "
+        "leaves inputs alone and our own kernels run",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunnableLinear:
     """A quantized linear before it is read: how it is stored, and how it will run.
@@ -69,6 +108,7 @@ class RunnableLinear:
         reasons: why each backend that is preferred over `backend` cannot.
         elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
         reordered: whether its columns may stand in another order than its inputs.
+        rounded: whether its inputs are rounded although the stored scheme leaves them alone.
     """
 
     scheme: LinearScheme
@@ -77,6 +117,7 @@ class RunnableLinear:
     reasons: dict[str, str]
     elsewhere: int = 0
     reordered: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,7 +223,10 @@ class Artifact:
         """
         scheme = self.linears[name].scheme
         weights, device = scheme.weights, self.linears_device or self.device
-        if (weights.kind, weights.num_bits, scheme.input) != ("float", 4, None):
+        rounded = self.linears[name].rounded
+        if (weights.kind, weights.num_bits) != ("float", 4) or not (
+            rounded or scheme.input is None
+        ):
             return None
         if not isinstance(self.layout, PackedLayout) or device.type != "cpu":
             return None
@@ -414,7 +458,12 @@ def _mtp_shapes(manifest: Mapping[str, Any]) -> Shapes:
 
 
 def _open_foreign(
-    checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    *,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: Inputs,
 ) -> Artifact:
     """Open a folder that another program quantized.
 
@@ -466,7 +515,8 @@ def _open_foreign(
             "has such tensors"
         )
         raise InputError(cause, "check that config.json belongs to these weights")
-    choose_backend = functools.partial(_choose_backend, backend=backend, rounds=False)
+    # such a folder says nothing of what rounding costs: it is done where that is asked for
+    choose_backend = functools.partial(_choose_backend, backend=backend, rounds=inputs == "rounded")
     return _with_backends(
         {},
         quantization,
@@ -527,6 +577,7 @@ def _with_backends(
             backend=chosen,
             reasons=reasons,
             reordered=quantization.reordered,
+            rounded=scheme != stored,
         )
     return Artifact(
         checkpoint=headers.checkpoint,
@@ -606,7 +657,8 @@ def open_folder(
         verify: compare the files of an artifact with their hashes first.
         device: device of the weights.
         manifest: content of an artifact's quantflow.json, where it has been read before.
-        inputs: treatment of an artifact's inputs, as for `open_artifact`.
+        inputs: treatment of inputs, as for `open_artifact`; `usual` is `stored` where there is no
+            manifest.
         sealed: an artifact's, as for `open_artifact`.
 
     Raises:
@@ -629,7 +681,11 @@ def open_folder(
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     if not is_model(folder):
         return _open_foreign(
-            open_checkpoint(Path(folder)), backend=backend, dtype=dtype, device=torch.device(device)
+            open_checkpoint(Path(folder)),
+            backend=backend,
+            dtype=dtype,
+            device=torch.device(device),
+            inputs=inputs,
         )
     if backend != "auto":
         raise UsageError(

@@ -18,6 +18,7 @@ from quantflow.runtime.generate_job import (
     GENERATION_CONFIGS,
     KV_CACHE_HELP,
     REVISION_HELP,
+    ROUNDED_HELP,
     Sampling,
 )
 from quantflow.settings import check_numbers, setting
@@ -116,6 +117,7 @@ class ChatJob:
         "auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP
     )
     exact: bool = setting(False, flag="--exact", verbs=CHAT, help=EXACT_HELP)
+    rounded_inputs: bool = setting(False, flag="--rounded-inputs", verbs=CHAT, help=ROUNDED_HELP)
 
     signature: RequiredSignature = RequiredSignature()
 

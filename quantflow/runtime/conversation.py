@@ -44,6 +44,7 @@ class LocalPartner:
             backend=job.backend,
             dtype=dtype,
             exact=job.exact,
+            rounded_inputs=job.rounded_inputs,
             require_signature=job.signature.trusted,
         )
         if loaded.tokenizer is None:

@@ -31,6 +31,10 @@ EXACT_HELP = (
     "Never round inputs that the scheme leaves alone (default: where export measured that it costs "
     "next to nothing)."
 )
+ROUNDED_HELP = (
+    "Round inputs of 4-bit weights to int8 in groups, whatever it costs and whoever wrote the "
+    "folder; `compare --rounded-inputs` says what."
+)
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 GENERATION_CONFIGS = ("auto", "vllm", "none")
 GENERATION_CONFIG_HELP = (
@@ -379,6 +383,7 @@ class GenerateJob:
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them
             from there.
         exact: inputs that the schemes leave alone are never rounded.
+        rounded_inputs: they are, whatever it costs, where a kernel multiplies integers then.
         disk_offload: leave the weights on disk and read them for every token, of a mixture those
             of the chosen experts; the same tokens with little memory.
         max_memory: memory of the process with `disk_offload`, such as 4GiB; what is left of it
@@ -573,6 +578,9 @@ class GenerateJob:
     )
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=GENERATE, help=EXACT_HELP)
+    rounded_inputs: bool = setting(
+        False, flag="--rounded-inputs", verbs=GENERATE, help=ROUNDED_HELP
+    )
     revision: str | None = setting(
         None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP
     )

@@ -228,6 +228,7 @@ def _continue(
         },
         "experts": experts,
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
+        "rounded_inputs": loaded.rounded_inputs,
         "shapes": shapes,
     }
 
@@ -285,8 +286,14 @@ def _open(job: GenerateJob, communicator: Communicator | None) -> tuple[Loaded, 
     dtype: torch.dtype = getattr(torch, job.dtype)
     speculates = (job.draft, job.medusa, job.mtp) != (None, None, None)
     crops = speculates or isinstance(job.method, Lookup)
-    options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
-    options["require_signature"] = job.signature.trusted
+    options: Any = {
+        "backend": job.backend,
+        "dtype": dtype,
+        "crops": crops,
+        "exact": job.exact,
+        "rounded_inputs": job.rounded_inputs,
+        "require_signature": job.signature.trusted,
+    }
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     for name, asked in (("attention", job.attention), ("static shapes", job.shapes.fixed)):
         if special and asked:

@@ -23,7 +23,14 @@ from quantflow.files.side_file_kinds import TOKENIZER_FILES
 from quantflow.files.verify import verify as verify_artifact
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
-from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
+from quantflow.runtime.artifact import (
+    Artifact,
+    inputs_asked,
+    is_artifact,
+    is_model,
+    open_folder,
+    require_rounded,
+)
 from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
@@ -81,6 +88,11 @@ class Loaded:
         """Source name of each quantized linear -> name of its backend."""
         return {name: linear.backend.name for name, linear in self.artifact.linears.items()}
 
+    @property
+    def rounded_inputs(self) -> int:
+        """Number of linears whose inputs are rounded although their scheme leaves them alone."""
+        return sum(linear.rounded for linear in self.artifact.linears.values())
+
 
 def load(
     folder: str | Path,
@@ -94,6 +106,7 @@ def load(
     crops: bool = False,
     pack: bool = False,
     exact: bool = False,
+    rounded_inputs: bool = False,
     compiled: bool = False,
     attention: Attention | None = None,
     shapes: Shapes = NO_SHAPES,
@@ -124,6 +137,9 @@ def load(
             them there.
         exact: leave inputs that the schemes leave alone as they are, though the manifest says that
             rounding them costs next to nothing (`quantflow.files.manifest.rounds_inputs`).
+        rounded_inputs: round them to int8 in the groups of the weights, whatever it costs and
+            whoever wrote the folder, where a kernel then multiplies integers
+            (`quantflow.core.scheme.with_rounded_inputs`).
         compiled: transformers' modules run, and torch.compile compiles them at the first token;
             `auto` then means them.
         attention: how transformers' modules attend; `auto` then means them.
@@ -144,8 +160,9 @@ def load(
             know; a mixture on a Gaudi; the lean decoder was asked for and cannot run this artifact.
         UsageError: a decoder or backend that is unknown, a backend that cannot run a linear, a
             cache that transformers' modules do not have; another dtype than float32, bfloat16 and
-            float16.
+            float16; rounded inputs beside `exact`, or where no linear can have them.
     """
+    inputs = inputs_asked(exact=exact, rounded_inputs=rounded_inputs)
     folder, device = Path(folder), torch.device(device)
     cpu_threads.tell_torch()
     sealed = (
@@ -196,7 +213,7 @@ def load(
                 f"{folder}: a pack of another program's folder, which has no hash", "leave pack out"
             )
         manifest = read_manifest(folder) if sealed is None else sealed.manifest
-        rounds = not exact and rounds_inputs(manifest)
+        rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
         kept = _pack(
             folder, manifest["digest"], (backend, dtype, rounds), communicator, verify=verify
         )
@@ -205,7 +222,6 @@ def load(
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
-    inputs: Inputs = "stored" if exact else "usual"
     artifact = open_folder(
         folder,
         backend=backend,
@@ -216,6 +232,8 @@ def load(
         inputs=inputs,
         sealed=sealed,
     )
+    if rounded_inputs:
+        require_rounded(artifact)
     takes_back = crops and decoder == "auto" and communicator is None
     reason = why if decoder == "transformers" else lean.why_not(artifact, crops=takes_back)
     if reason is None or decoder == "lean" or communicator is not None:

@@ -33,7 +33,7 @@ from quantflow.models.names import NameMap
 from quantflow.models.open import graph_for
 from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import with_rows
-from quantflow.runtime.artifact import Artifact, Inputs, open_folder
+from quantflow.runtime.artifact import Artifact, inputs_asked, open_folder, require_rounded
 from quantflow.runtime.expert_cache import (
     HOLES,
     CachedExpert,
@@ -173,6 +173,7 @@ def load_offloaded(
     verify: bool = True,
     crops: bool = False,
     exact: bool = False,
+    rounded_inputs: bool = False,
     max_memory: str | None = None,
     require_signature: str | Path | Trusted | None = None,
 ) -> Loaded:
@@ -195,6 +196,7 @@ def load_offloaded(
         verify: compare every file with its recorded hash first.
         crops: whether `crop` will be called.
         exact: leave inputs as the schemes say, as for `load`.
+        rounded_inputs: round them, as for `load`.
         max_memory: bytes of the process, such as 4GiB; None: a tenth of the machine's, or more
             where the experts of one token need it.
         require_signature: signer, as for `load`; weights are compared whenever they are read.
@@ -205,9 +207,9 @@ def load_offloaded(
         ResourceError: `max_memory` has no room for the weights that are in memory at once, of a
             mixture with the experts of a layer that a token goes to.
     """
+    inputs = inputs_asked(exact=exact, rounded_inputs=rounded_inputs)
     limit = MemoryLimit.of(max_memory)
     _return_memory()
-    inputs: Inputs = "stored" if exact else "usual"
     artifact = open_folder(
         folder,
         backend=backend,
@@ -218,6 +220,8 @@ def load_offloaded(
         if require_signature is None
         else open_signed(Path(folder), Trusted.of(require_signature)),
     )
+    if rounded_inputs:
+        require_rounded(artifact)
     model = skeleton(artifact.config, dtype=artifact.dtype)
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())

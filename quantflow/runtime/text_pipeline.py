@@ -53,6 +53,7 @@ class TextGeneration:
         dtype: str = "float32",
         kv_cache: str = "auto",
         exact: bool = False,
+        rounded_inputs: bool = False,
         kv_memory: int | None = None,
         generation_config: str = "auto",
     ) -> None:
@@ -64,6 +65,7 @@ class TextGeneration:
             dtype: dtype of the tensors that are not quantized, float32 or bfloat16.
             kv_cache: kind of the KV cache, as `quantflow.load` takes it.
             exact: leave inputs as the schemes say, as for `quantflow.load`.
+            rounded_inputs: round them, as for `quantflow.load`.
             kv_memory: bytes that keys and values may take; None: what is free.
             generation_config: `auto` draws as the model's generation_config.json says, where a call
                 says nothing; `none` and `vllm` do not.
@@ -78,7 +80,13 @@ class TextGeneration:
             )
         weights: torch.dtype = getattr(torch, dtype)
         loaded = load(
-            artifact, decoder="auto", backend=backend, dtype=weights, kv_cache=kv_cache, exact=exact
+            artifact,
+            decoder="auto",
+            backend=backend,
+            dtype=weights,
+            kv_cache=kv_cache,
+            exact=exact,
+            rounded_inputs=rounded_inputs,
         )
         if loaded.tokenizer is None:
             raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")

@@ -547,6 +547,7 @@ def open_model(folder: Path, job: ServeJob, communicator: Communicator | None = 
         device=job.device,
         pack=job.pack,
         exact=job.exact,
+        rounded_inputs=job.rounded_inputs,
         require_signature=job.signature.trusted,
         communicator=communicator,
     )

@@ -46,6 +46,7 @@ async def card(call: HttpCall) -> Response:
         "digest": model.manifest.get("digest"),
         "schemes": Counter(linear.scheme.name for linear in linears.values()),
         "backends": sorted(set(model.loaded.backends.values())),
+        "rounded_inputs": model.loaded.rounded_inputs,
         "decoder": model.loaded.name,
         "bytes": model.weight_bytes,
         "chat_template": model.has_template,

@@ -345,6 +345,8 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
         where = f", {job.ranks} ranks"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
+    if rounded := model.loaded.rounded_inputs:
+        lines.append(f"  inputs of {rounded} linears are rounded to int8")
     if accelerators.is_gpu(accelerators.kind_of(job.device)):
         lines.append("  the fast way on a GPU is --engine vllm, where vLLM is installed")
     if model.alone is not None:

@@ -34,6 +34,7 @@ from quantflow.runtime.generate_job import (
     GENERATION_CONFIGS,
     KV_CACHE_HELP,
     REVISION_HELP,
+    ROUNDED_HELP,
 )
 from quantflow.runtime.request_limits import check_limits
 from quantflow.server import parsers
@@ -335,6 +336,7 @@ class ServeJob:
         False, "--pack", help="Keep the weights as kernels want them in ARTIFACT-packed."
     )
     exact: bool = _for_serve(False, "--exact", help=EXACT_HELP)
+    rounded_inputs: bool = _for_serve(False, "--rounded-inputs", help=ROUNDED_HELP)
     profile: Path = _for_serve(
         Path("serve-profile"),
         "--profile",

@@ -16,19 +16,22 @@ from quantflow.runtime.load import load
 from quantflow.runtime.loaded_mtp import layer_ahead
 
 
-def acceptance(folder: Path, sequences: Sequence[Tensor], *, exact: bool) -> dict[str, float]:
+def acceptance(
+    folder: Path, sequences: Sequence[Tensor], *, exact: bool, rounded_inputs: bool = False
+) -> dict[str, float]:
     """The guesses of a model along a text: `guesses`, `taken` and `acceptance`.
 
     Args:
         folder: an artifact, or a model that is not quantized.
         sequences: the text, [1, S] int64 each.
         exact: inputs that the schemes leave alone are never rounded.
+        rounded_inputs: they are, as for `quantflow.load`.
 
     Raises:
         UnsupportedError: the model has no such layer, or none of its own kind.
         InputError: no sequence is long enough for a guess.
     """
-    loaded = load(folder, decoder="auto", exact=exact)
+    loaded = load(folder, decoder="auto", exact=exact, rounded_inputs=rounded_inputs)
     layer, guesses, taken = layer_ahead(loaded), 0, 0
     assert isinstance(loaded.decoder, HiddenDecoder)  # `layer_ahead` refuses others
     with torch.inference_mode():

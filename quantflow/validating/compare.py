@@ -57,7 +57,13 @@ from quantflow.numerics.divergence import Comparison, brought_back, join, scores
 from quantflow.planning.resources import Allowance, allow_validate
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, is_model, open_folder
+from quantflow.runtime.artifact import (
+    Artifact,
+    inputs_asked,
+    is_model,
+    open_folder,
+    require_rounded,
+)
 from quantflow.shipped import EVALUATION
 from quantflow.sources.models import SUFFIX, model_folder
 from quantflow.validating import llama_cpp_engine
@@ -155,6 +161,8 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
     sides = [opened(each, key=f"candidate-{index}") for index, each in enumerate(job.candidates)]
     sides += [_served(each, job, index) for index, each in enumerate(job.servers)]
     _refuse_doubles(sides)
+    if job.rounded_inputs:
+        require_rounded(*[side.artifact for side in sides if side.artifact is not None])
     inputs = _inputs(job, source, sides, text)
     with (
         stage_folder.locked(job.output),
@@ -188,11 +196,12 @@ def _side(
         llama_cpp_engine.binding()
         return ComparedModel(name=str(model), key=key, folder=model, artifact=None)
     folder = model_folder(model, progress=progress)
+    inputs = inputs_asked(exact=False, rounded_inputs=job.rounded_inputs and key != BASELINE)
     artifact = open_folder(
         folder,
         backend="auto" if is_model(folder) else "reference",
         dtype=RUNNING[job.compute.model_dtype],
-        inputs="usual",
+        inputs=inputs,
     )
     artifact = replace(artifact, linears_device=device.kind)
     return ComparedModel(name=str(model), key=key, folder=folder, artifact=artifact)
@@ -224,6 +233,7 @@ def _inputs(
         "tokens": job.tokens,
         "sequence_length": job.sequence_length,
         "base": job.write_base is not None,
+        **({"rounded_inputs": True} if job.rounded_inputs else {}),
         "seed": job.seed,
         **open_device(job.compute.device).key(),
         "dtype": job.compute.model_dtype,
@@ -431,6 +441,8 @@ def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, An
     return {
         "name": side.name,
         "stored": stored,
+        "rounded_inputs": side.artifact is not None
+        and any(linear.rounded for linear in side.artifact.linears.values()),
         "bytes": nbytes,
         "bits_per_weight": None if nbytes is None or weights is None else 8 * nbytes / weights,
         **({} if side.served is None else {"told": side.served.count}),

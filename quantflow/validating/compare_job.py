@@ -50,6 +50,8 @@ class CompareJob:
         write_base: file in which the source's log-probabilities go, for llama.cpp; the candidates
             are then compared with that file, so that every figure is llama.cpp's.
         engine: `llama.cpp` runs candidates that are GGUF files; None runs all of them here.
+        rounded_inputs: inputs of candidates that the schemes leave alone are rounded, whatever it
+            costs; those of the source are not.
         force: redo a finished comparison that was made from other inputs, instead of refusing.
     """
 
@@ -79,6 +81,13 @@ class CompareJob:
         choices=("llama.cpp",),
         help="llama.cpp runs candidates that are GGUF files, in place of our runtime; needs "
         "llama-cpp-python.",
+    )
+    rounded_inputs: bool = setting(
+        False,
+        "--rounded-inputs",
+        verbs=COMPARE,
+        help="Round inputs of the candidates' 4-bit weights to int8 in groups, as `generate "
+        "--rounded-inputs` does.",
     )
     seed: int = setting(
         0, "--seed", verbs=COMPARE, least=0, help="Seed of the resampling (default 0)."

@@ -36,7 +36,7 @@ def cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             row["name"],
-            row["stored"],
+            f"{row['stored']}, inputs rounded" if row["rounded_inputs"] else row["stored"],
             "" if row["bytes"] is None else size(row["bytes"]),
             "" if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.2f}",
             *(f"{_more(row)}{row['metrics']['mean_kld'][part]:.5f}" for part in ("value", "lower")),

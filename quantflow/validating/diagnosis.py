@@ -226,7 +226,12 @@ def _windows(
         unit="window",
     )
     for name, folder in subject.folders.items():
-        loaded = load(folder, decoder="auto", exact=subject.options.exact)
+        loaded = load(
+            folder,
+            decoder="auto",
+            exact=subject.options.exact,
+            rounded_inputs=subject.options.rounded_inputs and name != BASELINE,
+        )
         for prompt, record in zip(prompts, records, strict=True):
             next(steps)
             room = loaded.decoder.positions

@@ -47,7 +47,8 @@ def run(job: ScoreJob, progress: Progress) -> dict[str, Any]:
         "tasks": [*job.options.tasks],
         "files": task_scores.files_of(job.options),
         "asked": {
-            key: asdict(job.options)[key] for key in ("limit", "shots", "chat_template", "exact")
+            key: asdict(job.options)[key]
+            for key in ("limit", "shots", "chat_template", "exact", "rounded_inputs")
         },
         "dtype": job.compute.model_dtype,
         "version": VERSION,

@@ -35,6 +35,7 @@ class AnswersJob:
         tasks: names, limit, shots and template.
         stage: name in messages, beginning with VERB.
         exact: whether inputs that the schemes leave alone are never rounded.
+        rounded_inputs: whether they are, as for `quantflow.load`.
         backend, dtype: backend and dtype of the decoder, as `runtime.load.load` takes them.
         ranks: number of processes that share the model, each with a part of every matrix.
     """
@@ -43,6 +44,7 @@ class AnswersJob:
     tasks: TaskOptions
     stage: str
     exact: bool = False
+    rounded_inputs: bool = False
     backend: str = "auto"
     dtype: str = "float32"
     ranks: int = 1
@@ -71,6 +73,7 @@ def run(job: AnswersJob, progress: Progress) -> dict[str, Any] | None:
             backend=job.backend,
             dtype=getattr(torch, job.dtype),
             exact=job.exact,
+            rounded_inputs=job.rounded_inputs,
             communicator=communicator,
         )
         return rank_processes.drive(loaded, communicator, lambda led: _answers(job, led, progress))

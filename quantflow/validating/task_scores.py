@@ -135,7 +135,7 @@ def score_tasks(
     from quantflow.validating import task_answers
 
     _refuse_beyond_memory(artifact, resources)
-    answers = task_answers.run(replace(_job(artifact, options), exact=options.exact), progress)
+    answers = task_answers.run(_as_asked(_job(artifact, options), options), progress)
     assert answers is not None  # this process is no rank
     protocol, document = answers["protocol"], answers["document"]
     key = digest_of([key, list(options.tasks), protocol, files_of(options), tools()])
@@ -170,7 +170,7 @@ def answers_of(
     from quantflow.validating import task_answers
 
     _refuse_beyond_memory(folder, resources)
-    job = replace(_job(folder, options), exact=options.exact, dtype=dtype)
+    job = replace(_as_asked(_job(folder, options), options), dtype=dtype)
     answers = task_answers.run(job, progress)
     assert answers is not None  # this process is no rank
     return answers
@@ -201,6 +201,11 @@ def _job(folder: Path, options: Validate) -> "AnswersJob":
     return AnswersJob(
         artifact=folder, tasks=_asked(options), stage=f"tasks of {folder.name}", ranks=options.ranks
     )
+
+
+def _as_asked(job: "AnswersJob", options: Validate) -> "AnswersJob":
+    """The job with inputs treated as the options say."""
+    return replace(job, exact=options.exact, rounded_inputs=options.rounded_inputs)
 
 
 def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:

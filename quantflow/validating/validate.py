@@ -43,7 +43,6 @@ from quantflow.exporting.canary import rounder
 from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.files.digests import Digests
-from quantflow.files.manifest import rounds_inputs
 from quantflow.files.outputs import beside, output_folder
 from quantflow.formats.llama_cpp.logits_base import LogitsBase, chunks_of, open_logits_base
 from quantflow.measuring.text import hash_sequences, read_text, read_whole
@@ -65,7 +64,13 @@ from quantflow.planning.recipe import Compute, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
+from quantflow.runtime.artifact import (
+    Artifact,
+    inputs_asked,
+    is_artifact,
+    open_folder,
+    require_rounded,
+)
 from quantflow.shipped import EVALUATION
 from quantflow.sources.models import is_on_hub, model_folder
 from quantflow.units import duration
@@ -327,6 +332,7 @@ def _validate(
     device: Device,
 ) -> tuple[Validation, dict[str, bytes]]:
     """The validation, and the files beside validation.json: name -> content."""
+    asked = inputs_asked(exact=job.options.exact, rounded_inputs=job.options.rounded_inputs)
     resolved, name = manifest["recipe"]["resolved"], manifest["recipe"]["name"]
     scheme, algorithm = manifest["recipe"]["scheme"], resolved["algorithm"]
     parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
@@ -345,10 +351,14 @@ def _validate(
     key = digest_of([protocol, inputs["baseline"], tools()])
     shared = Shared(key=key, folder=(job.cache or job.folder.parent / CACHE) / key)
     floor = shared.floor
-    usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
     artifact = open_folder(
-        job.artifact, backend="reference", dtype=RUNNING[job.compute.model_dtype], inputs=usual
+        job.artifact,
+        backend="reference",
+        dtype=RUNNING[job.compute.model_dtype],
+        inputs=asked,  # what runs by default is judged
     )
+    if job.options.rounded_inputs:
+        require_rounded(artifact)
     with reading_ahead(source, device) as read:
         compared = _compare_with_baseline(
             job,
@@ -417,7 +427,7 @@ def _validate(
         windows=recorded(candidate),
         expect=job.expect,
         allow_inconclusive=job.options.allow_inconclusive,
-        rounded_inputs=rounds_inputs(manifest) and not job.options.exact,
+        rounded_inputs=any(linear.rounded for linear in artifact.linears.values()),
         protocol=protocol,
         outcome=verdict.outcome,
         reasons=verdict.reasons,
@@ -452,7 +462,9 @@ def _ahead(job: ValidateJob, sequences: list[Tensor], progress: Progress) -> dic
     text, exact = first_tokens(sequences, job.options.mtp or 0), job.options.exact
     both = {
         "baseline": acceptance(job.baseline, text, exact=exact),
-        "candidate": acceptance(job.artifact, text, exact=exact),
+        "candidate": acceptance(
+            job.artifact, text, exact=exact, rounded_inputs=job.options.rounded_inputs
+        ),
     }
     shares = [f"{one['acceptance']:.1%}" for one in both.values()]
     progress.say(

@@ -167,6 +167,35 @@ def test_codes_that_stay_packed_while_they_are_loaded_give_the_same_bits(
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
+def test_inputs_are_rounded_where_that_is_asked_for_and_runs_say_so(published, tmp_path, capsys):
+    stored, rounded = (load(published, decoder="lean", rounded_inputs=on) for on in (False, True))
+    assert {linear.scheme.input for linear in stored.artifact.linears.values()} == {None}
+    count = LAYERS * EXPERTS * 3
+    assert (stored.rounded_inputs, rounded.rounded_inputs) == (0, count)
+    assert set(rounded.backends.values()) == {"w4a8"}
+    ids = torch.arange(64, 192).reshape(32, 4)
+    whole = {}
+    for on in (False, True):
+        model = load(published, backend="reference", rounded_inputs=on).model
+        with torch.inference_mode():
+            whole[on] = model(ids).logits
+    rounded.decoder.begin(rows=32, capacity=4)
+    found = rounded.decoder.forward(ids, last_only=False)
+    off = (found - whole[True]).norm(dim=-1) / (whole[True] - whole[False]).norm(dim=-1)
+    # sums in another order round a few inputs to another code
+    assert (off < 0.01).float().mean() > 0.5
+    line = ("--max-new-tokens", "2", "-q", "--json")
+    for asked, told in ((), 0), (("--rounded-inputs",), count):
+        assert run("generate", published, "--prompt", "value", *line, *asked) == 0
+        assert json.loads(capsys.readouterr().out)["rounded_inputs"] == told
+    assert run("generate", published, "--prompt", "a", "--exact", "--rounded-inputs") == 2
+    assert "exact and rounded_inputs together" in capsys.readouterr().err
+    line = ("--tokens", "128", "--sequence-length", "64", "-o", tmp_path / "c", "--json", "-q")
+    assert run("compare", published, published, "--rounded-inputs", *line) == 0
+    (row,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert row["rounded_inputs"] and row["metrics"]["mean_kld"]["value"] > 0
+
+
 def test_inspect_generate_and_bench_take_it(published, capsys):
     assert run("inspect", published, "--json") == 0
     told = json.loads(capsys.readouterr().out)

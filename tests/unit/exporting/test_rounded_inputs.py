@@ -1,5 +1,6 @@
 """The cost of rounded inputs, measured by export: numbers, runtimes' choice, and `exact`."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.core.scheme import PRESETS, with_group_size, with_rounded_inputs
+from quantflow.errors import UsageError
 from quantflow.files.manifest import read_manifest, rounds_inputs, with_note, write_manifest
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
@@ -87,6 +89,46 @@ def test_inputs_are_rounded_where_that_costs_a_twentieth_or_less_and_never_with_
     tokens = torch.arange(3, 19)[None]
     same = torch.equal(usual.model(tokens).logits, exact.model(tokens).logits)
     assert same != taken
+
+
+@pytest.mark.parametrize("scheme", ["MXFP4A16", "NVFP4A16"])
+def test_the_cost_is_measured_of_values_of_e2m1_too(scheme, llama, tmp_path):
+    line = ("--scheme", scheme, "--algorithm", "rtn", "--no-export", "-q")
+    assert run("quantize", llama, "-o", tmp_path / "q", *line) == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a", "--measure-inputs", "-q") == 0
+    record = read_manifest(tmp_path / "a")["rounded_inputs"]
+    assert 0 < record["kld"] < record["kld_of_artifact"] / 20  # so inputs are rounded
+    assert load(tmp_path / "a").artifact.linears[LINEAR].scheme == with_rounded_inputs(
+        PRESETS[scheme]
+    )
+
+
+def test_inputs_are_rounded_whatever_it_costs_where_that_is_asked_for(artifacts, tmp_path, llama):
+    folder = copied(artifacts["rtn"], tmp_path, {"kld": 9.0, "kld_of_artifact": 1.0, "tokens": 64})
+    assert load(folder).rounded_inputs == 0
+    asked = load(folder, rounded_inputs=True)
+    assert asked.rounded_inputs == len(asked.artifact.linears) > 0
+    with pytest.raises(UsageError, match="^exact and rounded_inputs together; leave one"):
+        load(folder, exact=True, rounded_inputs=True)
+    with pytest.raises(UsageError, match=": rounded inputs of no quantized linear; leave"):
+        load(llama, rounded_inputs=True)
+    with pytest.raises(UsageError, match=": rounded inputs of linears of W4A16, run by int4_pack"):
+        load(folder, rounded_inputs=True, backend="int4_pack")
+
+
+def test_validate_judges_with_rounded_inputs_where_that_is_asked_for(
+    artifacts, llama, text_files, tmp_path
+):
+    line = ("--baseline", llama, "--text", text_files["heldout"], "--tokens", "128", "-q")
+    line += ("--sequence-length", "32", "--allow-inconclusive")
+    found = {}
+    for flag in ("--exact", "--rounded-inputs"):
+        report = tmp_path / flag
+        assert run("validate", artifacts["rtn"], *line, flag, "--report", report) in (0, 4)
+        found[flag] = json.loads((report / "validation.json").read_text())
+    assert [each["rounded_inputs"] for each in found.values()] == [False, True]
+    exact, rounded = (each["metrics"]["mean_kld"]["value"] for each in found.values())
+    assert exact != rounded
 
 
 def copied(artifact: Path, folder: Path, record: dict | None = None) -> Path:
