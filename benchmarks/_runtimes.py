@@ -168,16 +168,18 @@ def programs_of(given: argparse.Namespace, model: Path, work: Path) -> list[Prog
 
 def _programs_of_mixture(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
     """The published folder in quantflow, and in llama.cpp what is exported from it."""
-    shape, name = MIXTURES[given.size], "quantflow MXFP4"
+    shape = MIXTURES[given.size]
     share = shape.chosen / shape.experts  # of the experts' bytes that a token reads
     programs = []
-    if wanted(name, given.only):
+    for inputs in ("exact", "rounded"):  # llama.cpp rounds them
         settings: dict[str, Any] = {"artifact": str(model), "dtype": given.dtype, "exact": False}
-        settings |= {"kv_cache": given.kv_cache, "share": share}
+        settings |= {"kv_cache": given.kv_cache, "share": share, "rounded": inputs == "rounded"}
+        name = f"quantflow MXFP4 {inputs}"
         program = Program(
             name=name, python=Path(sys.executable), script="runtime_quantflow.py", settings=settings
         )
-        programs.append(program)
+        if wanted(name, given.only):
+            programs.append(program)
     python, name = given.peers.resolve() / "llamacpp/bin/python", "llama.cpp MXFP4"
     if _there(python) and wanted(name, given.only):
         file = work / "gguf/model-mxfp4.gguf"

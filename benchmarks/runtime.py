@@ -47,8 +47,11 @@ BARS = (
     ("prefill, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.3),
     ("decode, 8 at once", "quantflow 4-bit", "OpenVINO int4", 1.2),
     ("decode, 8 at once", "quantflow 4-bit", "llama.cpp Q4_0", 1.2),
-    ("decode, 1 at once", "quantflow MXFP4", "llama.cpp MXFP4", 1.2),
-    ("prefill, 1 at once", "quantflow MXFP4", "llama.cpp MXFP4", 1.2),
+    *(
+        (f"{what}, 1 at once", f"quantflow MXFP4 {inputs}", "llama.cpp MXFP4", 1.2)
+        for inputs in ("exact", "rounded")
+        for what in ("decode", "prefill")
+    ),
 )
 
 

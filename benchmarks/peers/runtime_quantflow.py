@@ -1,7 +1,7 @@
 """quantflow for runtime.py; see _serve.py.
 
-SETTINGS: artifact, dtype, exact, kv_cache, threads, share: of a mixture's experts, those that a
-token is sent to.
+SETTINGS: artifact, dtype, exact, rounded: whether inputs are rounded whoever wrote the folder,
+kv_cache, threads, share: of a mixture's experts, those that a token is sent to.
 """
 
 import time
@@ -27,6 +27,7 @@ def load(settings: dict[str, Any]) -> Program:
         settings["artifact"],
         decoder="auto",
         exact=settings["exact"],
+        rounded_inputs=settings.get("rounded", False),
         kv_cache=settings["kv_cache"],
         dtype=getattr(torch, settings["dtype"]),
         verify=False,
