@@ -162,7 +162,12 @@ def run(job: CompareJob, progress: Progress) -> CompareResult:
     sides += [_served(each, job, index) for index, each in enumerate(job.servers)]
     _refuse_doubles(sides)
     if job.rounded_inputs:
-        require_rounded(*[side.artifact for side in sides if side.artifact is not None])
+        artifacts = [side.artifact for side in sides if side.artifact is not None]
+        if not artifacts:
+            raise UsageError(
+                "compare: rounded inputs of candidates that other programs run", "leave them out"
+            )
+        require_rounded(*artifacts)
     inputs = _inputs(job, source, sides, text)
     with (
         stage_folder.locked(job.output),
