@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantflow import cpu_threads
 from quantflow.algorithms import ALGORITHMS, yaqa
+from quantflow.core.orthogonal import rotated, rotation
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError
 from quantflow.files.rank_folders import rank_folder
@@ -183,6 +184,36 @@ def test_yaqa_rounds_an_expert_by_the_tokens_and_gradients_of_its_own(
     for name in handed:
         decisions = records(folder)[int(name.split(".")[2])]["decisions"][name]
         assert decisions["loss"] <= decisions["loss_start"]
+
+
+def test_experts_of_a_rotated_mixture_are_rounded_by_their_own_rotated_sums(
+    starving, measurement, tmp_path, handed
+):
+    """Inputs are observed rotated, measured gradients follow; norms multiply by 1 here."""
+    rows, words = inputs_by_hand(starving, measurement), BEST | {"transforms": ({"hadamard": {}},)}
+    made(starving, tmp_path / "q", measurement, **words, experts="damp", expert_tokens=1)
+    measured, by = load_file(measurement / "statistics.safetensors"), rotation(64, seed=0)
+    reached = [number for number in range(5) if len(rows[f"{expert(number)}.w1"])]
+    assert len(reached) == 4
+    for number in reached:
+        for linear in ("w1", "w2", "w3"):
+            name, x = f"{expert(number)}.{linear}", rows[f"{expert(number)}.{linear}"]
+            y = x if linear == "w2" else rotated(x, by).double()
+            # embedding and router are rounded to bfloat16, and a token may be sent elsewhere
+            assert far(handed[name]["hessian_sum"], y.T @ y) < 0.05, name
+            assert linear == "w2" or far(handed[name]["hessian_sum"], x.T @ x) > 0.3, name
+            gradient = measured[f"{name}|gradient|gradient_sum"]
+            plain = gradient + min(1.0, len(gradient) / len(x)) * gradient.diagonal().mean() * (
+                torch.eye(len(gradient))
+            )
+            turned = rotated(rotated(plain, by).T, by).T if linear == "w2" else plain
+            assert far(handed[name]["gradient_sum"], turned) < 0.05, name
+            assert linear != "w2" or far(handed[name]["gradient_sum"], plain) > 0.3, name
+
+
+def far(found, expected):
+    """Return how far one sum is from another, as a share of that one."""
+    return float((found.double() - expected).norm() / expected.double().norm())
 
 
 def close(found, expected):
