@@ -21,8 +21,13 @@ from quantflow.planning.sizes import layer_bytes, model_size
 
 MB = 10**6
 HIDDEN, WIDE, VOCABULARY = 256, 512, 1000
-SHAPES = {"q_proj": (256, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 256)}
-SHAPES |= {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
+SHAPES = {
+    "self_attn.q_proj": (256, 256),
+    "self_attn.k_proj": (128, 256),
+    "self_attn.v_proj": (128, 256),
+    "self_attn.o_proj": (256, 256),
+}
+SHAPES |= {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
 
 
 class Config:
@@ -46,7 +51,12 @@ def graph() -> Graph:
     return Graph(family=UNTRACED["llama"], layers=tuple(layers))
 
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
 GRAPH = graph()
 
 
@@ -86,8 +96,10 @@ def test_the_sizes_of_a_model_are_those_of_its_headers():
 
 def test_a_checkpoint_without_a_linear_of_its_family_is_refused_by_name():
     broken = infos()
-    del broken["model.layers.1.o_proj.weight"]
-    with pytest.raises(InputError, match=r"model\.layers\.1\.o_proj\.weight: no such tensor"):
+    del broken["model.layers.1.self_attn.o_proj.weight"]
+    with pytest.raises(
+        InputError, match=r"model\.layers\.1\.self_attn.o_proj\.weight: no such tensor"
+    ):
         model_size(broken, Config(), GRAPH)
 
 
@@ -324,7 +336,7 @@ def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_t
 def test_two_schemes_of_one_input_take_a_factor_beside_the_hessian():
     plans = (
         plan("W4A16"),
-        plan("W4A16", overrides=(Override(match="re:.*gate_proj", scheme="W8A16"),)),
+        plan("W4A16", overrides=(Override(match="re:.*mlp.gate_proj", scheme="W8A16"),)),
     )
     one, two = (need_layers(MODEL, chosen, lengths=[10]).peaks for chosen in plans)
     rounding = 7  # the third group's
