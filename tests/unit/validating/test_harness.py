@@ -36,6 +36,8 @@ SHIPPED = {  # task: documents
     "small_piqa": 16,
     "small_winogrande": 20,
     "small_summaries": 8,
+    "small_tool_calls": 12,
+    "small_long_copies": 8,
 }
 QUESTIONS = ({"q": "value scale", "a": " round"}, {"q": "group layer token", "a": " model"})
 
@@ -190,6 +192,48 @@ def test_summaries_are_scored_by_the_longest_common_subsequence_of_their_words(l
     same(ours, asked_of_transformers(llama, TaskOptions(names=("small_summaries",), limit=3)))
     (scores,) = ours["results"].values()
     assert {"rougeL,none", "rouge1,none", "rouge2,none"} <= scores.keys()
+
+
+@pytest.mark.parametrize(
+    ("answer", "scores"),
+    [
+        ('{"name": "ring", "arguments": {"minutes": 7, "label": "Eggs. "}}', (1, 1, 1)),
+        (' {"arguments": {"label": "eggs", "minutes": 7}, "name": "ring"}', (1, 1, 1)),
+        ('{"name": "ring", "arguments": {"minutes": "7", "label": "eggs"}}', (1, 1, 0)),
+        ('{"name": "ring", "arguments": {"minutes": 7}}', (1, 1, 0)),
+        ('{"name": "send", "arguments": {"minutes": 7, "label": "eggs"}}', (1, 0, 0)),
+        ('{"name": "ring", "arguments": [7, "eggs"]}', (0, 0, 0)),
+        ('{"name": "ring", "arguments": {"minutes": 7', (0, 0, 0)),
+        ("[]", (0, 0, 0)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_a_tool_call_is_scored_by_its_json_its_name_and_its_arguments(answer, scores):
+    functions = runpy.run_path(str(TASKS / "tool_calls.py"))
+    call = '{"name": "ring", "arguments": {"minutes": 7, "label": "eggs"}}'
+    found = functions["scores"]({"call": call}, [answer])
+    assert (found["valid"], found["name"], found["call"]) == scores
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [("a b c d", 1), (" a b\nc  d e", 1), ("a b d c", 0.5), ("a b", 0.5), ("", 0), ("b", 0)],
+)
+def test_a_copy_is_scored_by_its_words_before_the_first_error(answer, share):
+    functions = runpy.run_path(str(TASKS / "copies.py"))
+    found = functions["scores"]({"text": "a b\nc d"}, [answer])
+    assert found == {"before_error": share, "whole": float(share == 1)}
+
+
+def test_the_texts_of_generating_tasks_are_ours(llama):
+    """Questions are whole, and the answer that stands there has every point."""
+    options = TaskOptions(names=("small_tool_calls", "small_long_copies"))
+    for name, task in loaded_tasks(options).tasks.items():
+        for document in task.test_docs():
+            target = task.doc_to_target(document)
+            scores = set(task.process_results(document, [target.strip()]).values())
+            assert scores == {1.0} and "{{" not in task.doc_to_text(document), name
+            assert len(target.split()) > (150 if name == "small_long_copies" else 3)
 
 
 def test_a_limit_takes_the_first_documents(llama):
