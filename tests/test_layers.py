@@ -84,6 +84,7 @@ LAZY = {
     "quantflow/publishing/job.py",
     "quantflow/planning/plan_job.py",
     "quantflow/planning/forecast.py",
+    "quantflow/planning/file_size.py",
     "quantflow/runtime/generate_job.py",
     "quantflow/runtime/chat_job.py",
     "quantflow/benching/bench_job.py",

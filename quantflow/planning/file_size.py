@@ -10,7 +10,6 @@ from quantflow.files.canonical import readable_json
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.formats.llama_cpp.encoding import block_type_of
-from quantflow.formats.llama_cpp.file_plan import FileSource, planned
 from quantflow.models.graph import Graph
 from quantflow.models.open import ModelFiles
 from quantflow.planning.plan import Plan
@@ -70,6 +69,8 @@ def gguf_bytes(source: ModelFiles, plan: Plan, *, kind: str) -> int:
         InputError: no tokenizer, or one of another model.
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
+    from quantflow.formats.llama_cpp.file_plan import FileSource, planned  # needs transformers
+
     infos = source.checkpoint.infos
     blocks = {
         f"{linear}.weight": block
