@@ -75,6 +75,7 @@ RESULT = {
     "method": "drawn tokens",
     "decoder": "lean",
     "reasons": ["small operations run in torch: no C compiler"],
+    "rounded_inputs": 0,
     "backends": ["w4a16"],
     "threads": 2,
     "ranks": 1,
