@@ -32,6 +32,7 @@ from quantflow.backends import BACKENDS, cuda, torch_kernels  # noqa: E402
 from quantflow.core import affine, qtensor  # noqa: E402
 from quantflow.core.qtensor import QuantizedLinear  # noqa: E402
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme  # noqa: E402
+from quantflow.runtime.fused_norms import Form, fuse_norms_  # noqa: E402
 from quantflow.runtime.linear import QuantLinear, share_inputs_  # noqa: E402
 
 # scheme, and the backend that runs it on a GPU of capability 9
@@ -159,6 +160,15 @@ def rounded_by_the_kernel() -> Iterator[None]:
         yield
 
 
+def norm_by_the_kernel(
+    x: Tensor, weight: Tensor, *, eps: float, offset: float, early: bool
+) -> Tensor:
+    """A norm by one operator, with the values of several."""
+    with _disable_current_modes():
+        made = Form(offset=offset, early=early).compute(x, weight, eps=eps)
+    return made.clone()
+
+
 @torch.no_grad()
 def run(model: LlamaForCausalLM, layer: nn.Module, x: Tensor) -> tuple[Tensor, list[str]]:
     """The output of a layer for a token behind four others, and the operators that it called."""
@@ -185,6 +195,8 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
     together, after = run(model, layer, x)
     with rounded_by_the_kernel():
         fused, by_kernel = run(model, layer, x)
+        fuse_norms_(layer, rms_norm=norm_by_the_kernel)
+        normed, with_norms = run(model, layer, x)
     linear = layer.get_submodule(GROUPS[0][0])
     with torch.no_grad(), as_on_a_gpu(), Counted() as counted:
         BACKENDS[backend].round_input(x[:, :1], linear._prepared)  # type: ignore[misc]
@@ -194,8 +206,9 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
         "before": len(before),
         "after": len(after),
         "by_kernel": len(by_kernel),
+        "with_norms": len(with_norms),
         "rounding": len(counted.names),
-        "same": torch.equal(apart, together) and torch.equal(apart, fused),
+        "same": all(torch.equal(apart, other) for other in (together, fused, normed)),
     }
 
 
@@ -209,12 +222,13 @@ def main() -> int:
         return 0
     print(
         "| scheme | product | one rounding by torch | layer, each linear rounds | layer, once for "
-        "all | layer, once by our kernel |"
+        "all | layer, once by our kernel | and norms by our kernel |"
     )
-    print("|---|---|---:|---:|---:|---:|")
+    print("|---|---|---:|---:|---:|---:|---:|")
     for row in rows:
         print(
-            "| {scheme} | {backend} | {rounding} | {before} | {after} | {by_kernel} |".format(**row)
+            "| {scheme} | {backend} | {rounding} | {before} | {after} | {by_kernel} | "
+            "{with_norms} |".format(**row)
         )
     return 0
 

@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantflow.backends.triton import layout, w4a16, w8a16  # noqa: E402
+from quantflow.backends.triton import layout, norm, w4a16, w8a16  # noqa: E402
 from quantflow.core import rounding_kernel  # noqa: E402
 from quantflow.core.scheme import preset  # noqa: E402
 from quantflow.numerics import columns_kernel  # noqa: E402
@@ -78,6 +78,8 @@ POINTERS = {
     "scales": "*fp32",
     "zeros": "*fp32",
     "codes": "*i8",
+    "weight": "*bf16",
+    "eps": "fp32",
 }
 
 
@@ -143,6 +145,10 @@ def compiled(card: str) -> list[dict[str, Any]]:
         options = {"num_warps": rounding_kernel.WARPS, "enable_fp_fusion": False}
         made = compile_for(card, rounding_kernel.kernel, chosen, options)
         rows.append({"kernel": "rounding", "of": f"{name} inputs", "card": card, **counted(made)})
+    # y is the norm's output, in bfloat16; that of products is float32
+    chosen = norm.constants(COLUMNS, offset=0.0, early=True) | {"by_bits": False}
+    made = compile_for(card, norm.kernel, chosen, {"num_warps": norm.WARPS}, y="*bf16")
+    rows.append({"kernel": "norm", "of": "root mean square", "card": card, **counted(made)})
     return rows
 
 
@@ -151,12 +157,14 @@ def compile_for(
     kernel: Any,
     chosen: dict[str, Any],
     options: dict[str, Any],
+    **other: str,
 ) -> Any:
-    """A kernel compiled for a card, with its constants chosen."""
+    """A kernel compiled for a card, with its constants chosen; other types than POINTERS has."""
     names = list(enumerate(kernel.arg_names))
     # a constant may have the name of another kernel's pointer
     types = {
-        name: "constexpr" if name in chosen else POINTERS.get(name, "i32") for _, name in names
+        name: "constexpr" if name in chosen else (POINTERS | other).get(name, "i32")
+        for _, name in names
     }
     source = ASTSource(
         fn=kernel,

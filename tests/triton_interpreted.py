@@ -10,10 +10,11 @@ import torch
 
 from quantflow.algorithms import gptq
 from quantflow.backends import BACKENDS
-from quantflow.backends.triton import backends
+from quantflow.backends.triton import backends, norm
 from quantflow.core import affine, rounding_kernel
 from quantflow.core.scheme import TensorScheme, preset
 from quantflow.numerics import columns_kernel, feedback
+from quantflow.runtime.fused_norms import Form
 from tests.triton_weights import IDS, WEIGHTS, by_definition, drawn, error
 
 
@@ -232,3 +233,52 @@ def test_inputs_with_other_scales_are_left_to_torch():
     assert not rounding_kernel.takes(preset("NVFP4").input)
     assert not rounding_kernel.takes(preset("MXFP8").input)
     assert not rounding_kernel.takes(replace(preset("FP8_BLOCK").input, scale_rounding="pow2"))
+
+
+FORMS = [(0.0, True), (0.0, False), (1.0, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 129), (2, 5, 128), (2, 4096), (1, 5000), (0, 16)], ids=str
+)
+@pytest.mark.parametrize(("offset", "early"), FORMS, ids=["Llama", "OLMo 2", "Gemma"])
+def test_norms_are_those_of_the_equation(offset, early, shape, dtype, poisoned):
+    """In float64: a float32 sum of n is within n 2^-24 of it, and outputs are rounded."""
+    generator = torch.Generator().manual_seed(shape[-1])
+    x = (torch.randn(shape, generator=generator) * 3).to(dtype)
+    if len(x) > 1:
+        x[0] = 0.0
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    found = norm.rms_norm(x, weight, eps=1e-5, offset=offset, early=early)
+    wide = x.double()
+    normed = wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+    expected = normed * (offset + weight.double())
+    assert found.shape == x.shape and found.dtype == dtype
+    half_step = torch.finfo(dtype).eps / 2 * (2 if early else 1)
+    bound = (half_step + (shape[-1] + 8) * 2.0**-24) * expected.abs()
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((found.double() - expected).abs() <= 1.01 * bound + smallest).all()
+
+
+def test_where_a_norm_rounds_is_the_familys():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 96, generator=generator).bfloat16()
+    weight = torch.randn(96, generator=generator).bfloat16()
+    found = {}
+    for form in FORMS:
+        offset, early = form
+        ours = norm.rms_norm(x, weight, eps=1e-5, offset=offset, early=early)
+        by_torch = Form(offset=offset, early=early).compute(x, weight, eps=1e-5)
+        # sums of another order fall to the other side of a half now and then
+        assert (ours == by_torch).double().mean() > 0.999
+        found[form] = ours
+    assert not torch.equal(found[FORMS[0]], found[FORMS[1]])
+
+
+def test_a_row_with_nan_is_nan_and_the_others_are_not():
+    x = torch.ones(3, 40)
+    x[1, 7] = float("nan")
+    found = norm.rms_norm(x, torch.ones(40), eps=0.0, offset=0.0, early=True)
+    assert found[1].isnan().all()
+    assert (found[[0, 2]] == 1.0).all()

@@ -3,12 +3,14 @@
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch._dynamo
 from transformers import PreTrainedModel
 
+from quantflow.accelerators import runs_triton
 from quantflow.backends import cuda, hpu
 from quantflow.errors import UnsupportedError
 from quantflow.models.names import NameMap
@@ -21,6 +23,7 @@ from quantflow.runtime.attention import choose_
 from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.fused_norms import fuse_norms_
 from quantflow.runtime.linear import share_inputs_
 from quantflow.runtime.load import Loaded, loaded
 from quantflow.runtime.shapes import NO_SHAPES, Shapes
@@ -149,6 +152,9 @@ def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
     artifact.fill_(model, names.to_source, dtype=artifact.dtype)
     if artifact.device.type not in ("cpu", hpu.NAME):
         share_inputs_(model, _groups(artifact, names.to_module))
+    if runs_triton(artifact.device.type):
+        kernels = import_module("quantflow.backends.triton.norm")
+        fuse_norms_(model, rms_norm=kernels.rms_norm)
     drop_unread_(model)
     model.to(artifact.device)
     if on_gaudi and gaudi.captures:

@@ -109,7 +109,13 @@ def test_every_kernel_compiles_for_every_card_and_fits_its_shared_memory():
         assert row["instructions"] > 100, row
         # products multiply on tensor cores, and nothing else does
         assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
-    assert {row["kernel"] for row in found} == {"w4a16", "w8a16", "gptq", "rounding"}
+    assert {row["kernel"] for row in found} == {
+        "w4a16",
+        "w8a16",
+        "gptq",
+        "rounding",
+        "norm",
+    }
 
 
 @pytest.mark.slow
@@ -121,4 +127,10 @@ def test_every_kernel_compiles_for_intels_card():
         assert 0 < row["shared"] <= 128 << 10, row
         assert row["instructions"] > 1000, row
         assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
-    assert {row["kernel"] for row in found} == {"w4a16", "w8a16", "gptq", "rounding"}
+    assert {row["kernel"] for row in found} == {
+        "w4a16",
+        "w8a16",
+        "gptq",
+        "rounding",
+        "norm",
+    }
