@@ -24,7 +24,8 @@ def test_a_layer_rounds_four_inputs_in_the_place_of_seven_to_the_same_bits(schem
     # has no codes that it could take
     left = {"fp8_mm": 1, "int8_mm": 2, "fp8_block_mm": 3, "reference": row["rounding"]}[backend]
     assert row["after"] - row["by_kernel"] == 4 * (row["rounding"] - left)
-    assert row["by_kernel"] - row["with_norms"] == 2 * 7  # two norms, one operator in place of eight
+    # two norms, one operator in place of eight
+    assert row["by_kernel"] - row["with_norms"] == 2 * 7
 
 
 def linear(scheme="FP8", *, scale=0.5, **changes) -> QuantLinear:
