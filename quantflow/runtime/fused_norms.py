@@ -18,7 +18,7 @@ RmsNorm = Callable[..., Tensor]  # quantflow.backends.triton.norm.rms_norm, or o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class NormForm:
     """How a family computes its norm.
 
     Attributes:
@@ -40,9 +40,9 @@ class Form:
 
 # Llama's; OLMo 2's; Gemma's
 FORMS = (
-    Form(offset=0.0, early=True),
-    Form(offset=0.0, early=False),
-    Form(offset=1.0, early=False),
+    NormForm(offset=0.0, early=True),
+    NormForm(offset=0.0, early=False),
+    NormForm(offset=1.0, early=False),
 )
 
 
@@ -69,7 +69,7 @@ def _forward(
     by_torch: Callable[[Tensor], Tensor],
     rms_norm: RmsNorm,
     eps: float,
-    form: Form,
+    form: NormForm,
     x: Tensor,
 ) -> Tensor:
     # torch.compile fuses by itself
@@ -78,7 +78,7 @@ def _forward(
     return rms_norm(x, module.weight, eps=eps, offset=form.offset, early=form.early)
 
 
-def _form_of(module: nn.Module) -> tuple[float, Form] | None:
+def _form_of(module: nn.Module) -> tuple[float, NormForm] | None:
     """A norm's epsilon and its form; None for a module that is no such norm."""
     if not type(module).__name__.endswith("RMSNorm"):
         return None

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quantflow.core.scheme import preset
 from quantflow.runtime import modules
-from quantflow.runtime.fused_norms import FORMS, Form, fuse_norms_
+from quantflow.runtime.fused_norms import FORMS, NormForm, fuse_norms_
 from quantflow.runtime.load import load
 
 SIZES = {
@@ -46,7 +46,7 @@ class Kernel:
         self.forms = []
 
     def __call__(self, x, weight, *, eps, offset, early):
-        self.forms.append(Form(offset=offset, early=early))
+        self.forms.append(NormForm(offset=offset, early=early))
         return self.forms[-1].compute(x, weight, eps=eps)
 
 
