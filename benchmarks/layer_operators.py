@@ -32,7 +32,7 @@ from quantflow.backends import BACKENDS, cuda, torch_kernels  # noqa: E402
 from quantflow.core import affine, qtensor  # noqa: E402
 from quantflow.core.qtensor import QuantizedLinear  # noqa: E402
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme  # noqa: E402
-from quantflow.runtime.fused_norms import Form, fuse_norms_  # noqa: E402
+from quantflow.runtime.fused_norms import NormForm, fuse_norms_  # noqa: E402
 from quantflow.runtime.linear import QuantLinear, share_inputs_  # noqa: E402
 
 # scheme, and the backend that runs it on a GPU of capability 9
@@ -165,7 +165,7 @@ def norm_by_the_kernel(
 ) -> Tensor:
     """A norm by one operator, with the values of several."""
     with _disable_current_modes():
-        made = Form(offset=offset, early=early).compute(x, weight, eps=eps)
+        made = NormForm(offset=offset, early=early).compute(x, weight, eps=eps)
     return made.clone()
 
 
