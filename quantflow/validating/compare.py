@@ -74,7 +74,7 @@ from quantflow.validating.compare_page import indented, write_pages
 from quantflow.validating.layerwise import BASELINE, Comparing, Judge
 from quantflow.validating.llama_cpp_engine import LlamaCppModel
 from quantflow.validating.paired import differences, recorded, window_scores
-from quantflow.validating.served_engine import AskedServer, open_served
+from quantflow.validating.served_engine import RemoteModel, open_served
 from quantflow.validating.windows import evaluation_sequences
 
 VERSION = 1
@@ -100,7 +100,7 @@ class ComparedModel:
     key: str
     folder: Path
     artifact: Artifact | None
-    served: AskedServer | None = None
+    served: RemoteModel | None = None
 
     @property
     def opened(self) -> Artifact:
@@ -450,7 +450,7 @@ def _row(side: ComparedModel, comparison: Comparison, seed: int) -> dict[str, An
         and any(linear.rounded for linear in side.artifact.linears.values()),
         "bytes": nbytes,
         "bits_per_weight": None if nbytes is None or weights is None else 8 * nbytes / weights,
-        **({} if side.served is None else {"told": side.served.count}),
+        **({} if side.served is None else {"logprobs_per_position": side.served.count}),
         "perplexity": float(comparison.nll_candidate.mean().exp()),
         "source_perplexity": float(comparison.nll_baseline.mean().exp()),
         "metrics": {name: asdict(bound) for name, bound in bounds.items()},
@@ -479,7 +479,7 @@ def _pairs(rows: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]
     )
     found = []
     against = partial(differences, metrics=("mean_kld",), seed=seed, others=len(others) - 1)
-    from_below = {row["name"] for row in rows if "told" in row}
+    from_below = {row["name"] for row in rows if "logprobs_per_position" in row}
     for name, windows in others:
         difference = against(windows, first[1])["mean_kld"]
         worse = difference.lower > 0 and first[0] not in from_below

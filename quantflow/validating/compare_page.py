@@ -51,7 +51,7 @@ def cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _more(row: Mapping[str, Any]) -> str:
     """The sign before a divergence that is known from below."""
-    return ">= " if "told" in row else ""
+    return ">= " if "logprobs_per_position" in row else ""
 
 
 def pair_cells(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -121,7 +121,7 @@ def _point(row: Mapping[str, Any]) -> Point:
 
 def _label(row: Mapping[str, Any]) -> str:
     name: str = row["name"]
-    return name if "told" in row else Path(name).name
+    return name if "logprobs_per_position" in row else Path(name).name
 
 
 def _interval(row: Mapping[str, Any]) -> Interval:

@@ -1,15 +1,15 @@
-"""A model behind an OpenAI-compatible server, for comparisons: token ids -> what it tells of them.
+"""A model behind an OpenAI-compatible server, for comparisons: token ids -> log-probabilities.
 
 Reads    POST <url>/v1/completions with a window's token ids as `prompt`, `echo`, `logprobs` (1000,
          or fewer where the server allows no more) and `return_tokens_as_token_ids`, by which tokens
          are named `token_id:17`; GET <url>/v1/models
 Fails    3 no such server, or one that answers something else
 
-A server tells the log-probabilities of a position's likeliest tokens and of the text's own token.
+A server gives the log-probabilities of a position's likeliest tokens and of the text's own token.
 The other tokens share what is left of the probability, each at most as likely as the least likely
-one that was told. Of all distributions that fit, the one nearest to the source's takes their place
-(`completed`), so that the divergence is a bound from below. Perplexity and the likeliest token are
-told, so they are the server's own.
+one that was given. Of all distributions that fit, the one nearest to the source's takes the place of
+the server's (`nearest_distribution`), so the divergence is a bound from below. Perplexity and the
+likeliest token are given, so they are the server's own.
 """
 
 import json
@@ -38,11 +38,11 @@ _REMEDY = "give a server whose /v1/completions has echo and return_tokens_as_tok
 _BELOW = 1 - 1e-6  # so much less than a told token an untold one has, that none ties with the first
 _FLOOR = -1000.0  # log-probability of a token that the source never predicts
 
-Told = Sequence[Mapping[int, float]]
+TokenLogprobs = Sequence[Mapping[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedServer:
+class RemoteModel:
     """A served model.
 
     Attributes:
@@ -64,7 +64,7 @@ class AskedServer:
 
     def identity(self) -> dict[str, str]:
         """What tells it from another model at the same place: its answer to a fixed prompt."""
-        told = self.told(torch.tensor(PROBE))
+        told = self.token_logprobs(torch.tensor(PROBE))
         rounded = [{str(key): round(value, 3) for key, value in one.items()} for one in told]
         return {"server": self.name, "answer": digest_of(rounded)}
 
@@ -78,15 +78,15 @@ class AskedServer:
         Raises:
             InputError: the server cannot be reached, or its answer cannot be used.
         """
-        told = self.told(tokens)
+        told = self.token_logprobs(tokens)
         rows = [
-            completed(row.double().softmax(dim=-1), of_row, own=int(token))
+            nearest_distribution(row.double().softmax(dim=-1), of_row, own=int(token))
             for row, of_row, token in zip(baseline[:-1], told, tokens[1:], strict=True)
         ]
         last = baseline[-1].float().log_softmax(dim=-1)
         return torch.stack([*(row.float() for row in rows), last])
 
-    def told(self, tokens: Tensor, *, count: int | None = None) -> Told:
+    def token_logprobs(self, tokens: Tensor, *, count: int | None = None) -> TokenLogprobs:
         """What the server tells of every token but the first: token -> log-probability.
 
         Args:
@@ -135,7 +135,7 @@ class AskedServer:
         ]
 
 
-def open_served(address: str, *, key: str | None = None) -> AskedServer:
+def open_served(address: str, *, key: str | None = None) -> RemoteModel:
     """The model at an address such as `http://localhost:8000/v1#name`.
 
     Without a name it is the server's first. The server is asked for how many tokens of a position
@@ -151,16 +151,16 @@ def open_served(address: str, *, key: str | None = None) -> AskedServer:
             name = str(_ask(f"{url}/v1/models", None, key=key)["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise InputError(f"{url}/v1/models: names no model", f"give {url}#NAME") from error
-    model = AskedServer(url=url, model=name, count=COUNTS[-1], key=key)
+    model = RemoteModel(url=url, model=name, count=COUNTS[-1], key=key)
     for count in COUNTS[:-1]:
         with suppress(_Refused):
-            model.told(torch.tensor(PROBE), count=count)
+            model.token_logprobs(torch.tensor(PROBE), count=count)
             return replace(model, count=count)
-    model.told(torch.tensor(PROBE))
+    model.token_logprobs(torch.tensor(PROBE))
     return model
 
 
-def completed(p: Tensor, told: Mapping[int, float], *, own: int) -> Tensor:
+def nearest_distribution(p: Tensor, told: Mapping[int, float], *, own: int) -> Tensor:
     """The distribution nearest to the source's among those that fit what was told.
 
     The untold tokens have what is left, in the proportions of the source, but none of them more

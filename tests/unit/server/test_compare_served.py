@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantflow.errors import InputError
-from quantflow.validating.served_engine import completed, open_served
+from quantflow.validating.served_engine import nearest_distribution, open_served
 from tests.shared import run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +25,11 @@ def test_a_served_artifact_is_at_most_as_far_as_it_is_and_else_has_its_figures(
     found = json.loads(capsys.readouterr().out)
     folder, served = found["candidates"]
     assert served["name"] == f"{server.ask('GET', '/info').json()['model_id']} at {server.url}"
-    assert (served["stored"], served["bytes"], served["told"]) == ("served", None, 20)
+    assert (served["stored"], served["bytes"], served["logprobs_per_position"]) == (
+        "served",
+        None,
+        20,
+    )
     for here, there in zip(folder["windows"]["kld"], served["windows"]["kld"], strict=True):
         assert 0 < there < 1.05 * here
     for metric in ("ppl_ratio", "top1_agreement"):
@@ -75,7 +79,7 @@ def test_the_nearest_distribution_that_fits_bounds_the_divergence_from_below(see
     p, q = distributions(seed)
     own = int(q.argsort()[count // 2])  # the text's token is not among the likeliest
     told = {int(t): float(q[t].log()) for t in (*q.topk(count).indices, own)}
-    log_q = completed(p, told, own=own)
+    log_q = nearest_distribution(p, told, own=own)
     assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-6)
     assert all(float(log_q[token]) == value for token, value in told.items())
     assert int(log_q.argmax()) == int(q.argmax())
@@ -91,9 +95,9 @@ def test_the_nearest_distribution_that_fits_bounds_the_divergence_from_below(see
 def test_all_tokens_told_give_the_divergence_itself_and_none_may_lie_beyond_the_vocabulary():
     p, q = distributions()
     told = {token: float(value) for token, value in enumerate(q.log())}
-    torch.testing.assert_close(completed(p, told, own=3), q.log())
+    torch.testing.assert_close(nearest_distribution(p, told, own=3), q.log())
     with pytest.raises(InputError, match="token 50 is told, the source has 50"):
-        completed(p, {**told, 50: -20.0}, own=3)
+        nearest_distribution(p, {**told, 50: -20.0}, own=3)
 
 
 class Told(BaseHTTPRequestHandler):
