@@ -7,9 +7,9 @@ Fails    3 no such server, or one that answers something else
 
 A server gives the log-probabilities of a position's likeliest tokens and of the text's own token.
 The other tokens share what is left of the probability, each at most as likely as the least likely
-one that was given. Of all distributions that fit, the one nearest to the source's takes the place of
-the server's (`nearest_distribution`), so the divergence is a bound from below. Perplexity and the
-likeliest token are given, so they are the server's own.
+one that was given. Of all distributions that fit, the one nearest to the source's
+(`nearest_distribution`) takes the place of the server's, so the divergence is a bound from below.
+Perplexity and the likeliest token are given, so they are the server's own.
 """
 
 import json
