@@ -32,7 +32,9 @@ from quantflow.backends import BACKENDS, cuda, torch_kernels  # noqa: E402
 from quantflow.core import affine, qtensor  # noqa: E402
 from quantflow.core.qtensor import QuantizedLinear  # noqa: E402
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme  # noqa: E402
+from quantflow.runtime.fused_gates import fuse_gates_  # noqa: E402
 from quantflow.runtime.fused_norms import NormForm, fuse_norms_  # noqa: E402
+from quantflow.runtime.fused_rope import fuse_rotary_, turned_halves  # noqa: E402
 from quantflow.runtime.linear import QuantLinear, share_inputs_  # noqa: E402
 
 # scheme, and the backend that runs it on a GPU of capability 9
@@ -169,6 +171,21 @@ def norm_by_the_kernel(
     return made.clone()
 
 
+def rotary_by_the_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by one operator, with the values of several."""
+    with _disable_current_modes():
+        turned_q, turned_k = turned_halves(q, k, cos, sin)
+    torch.add(turned_q[..., :1], 0)  # the kernel
+    return turned_q, turned_k
+
+
+def gate_by_the_kernel(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of an MLP by one operator, with the values of two."""
+    with _disable_current_modes():
+        made = functional.silu(gate) * up
+    return made.clone()
+
+
 @torch.no_grad()
 def run(model: LlamaForCausalLM, layer: nn.Module, x: Tensor) -> tuple[Tensor, list[str]]:
     """The output of a layer for a token behind four others, and the operators that it called."""
@@ -197,6 +214,9 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
         fused, by_kernel = run(model, layer, x)
         fuse_norms_(layer, rms_norm=norm_by_the_kernel)
         normed, with_norms = run(model, layer, x)
+        fuse_rotary_(layer, rotary=rotary_by_the_kernel)
+        fuse_gates_(layer, silu_product=gate_by_the_kernel)
+        turned, with_all = run(model, layer, x)
     linear = layer.get_submodule(GROUPS[0][0])
     with torch.no_grad(), as_on_a_gpu(), Counted() as counted:
         BACKENDS[backend].round_input(x[:, :1], linear._prepared)  # type: ignore[misc]
@@ -207,8 +227,9 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
         "after": len(after),
         "by_kernel": len(by_kernel),
         "with_norms": len(with_norms),
+        "with_all": len(with_all),
         "rounding": len(counted.names),
-        "same": all(torch.equal(apart, other) for other in (together, fused, normed)),
+        "same": all(torch.equal(apart, other) for other in (together, fused, normed, turned)),
     }
 
 
@@ -222,13 +243,13 @@ def main() -> int:
         return 0
     print(
         "| scheme | product | one rounding by torch | layer, each linear rounds | layer, once for "
-        "all | layer, once by our kernel | and norms by our kernel |"
+        "all | layer, once by our kernel | and norms by our kernel | and rotation and gate |"
     )
-    print("|---|---|---:|---:|---:|---:|---:|")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         print(
             "| {scheme} | {backend} | {rounding} | {before} | {after} | {by_kernel} | "
-            "{with_norms} |".format(**row)
+            "{with_norms} | {with_all} |".format(**row)
         )
     return 0
 

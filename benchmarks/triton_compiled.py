@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantflow.backends.triton import layout, norm, w4a16, w8a16  # noqa: E402
+from quantflow.backends.triton import gate, layout, norm, rope, w4a16, w8a16  # noqa: E402
 from quantflow.core import rounding_kernel  # noqa: E402
 from quantflow.core.scheme import preset  # noqa: E402
 from quantflow.numerics import columns_kernel  # noqa: E402
@@ -63,7 +63,7 @@ CARDS = (
     }
 )
 MATRIX = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma\w*|\w+_matrix_mad_k\d+)"
-COLUMNS, ROWS = 4096, 14336
+COLUMNS, ROWS, WIDTH = 4096, 14336, 128
 POINTERS = {
     "x": "*bf16",
     "packed": "*u8",
@@ -80,6 +80,7 @@ POINTERS = {
     "codes": "*i8",
     "weight": "*bf16",
     "eps": "fp32",
+    **dict.fromkeys(("q", "k", "cos", "sin", "new_q", "new_k", "gate", "up"), "*bf16"),
 }
 
 
@@ -149,6 +150,13 @@ def compiled(card: str) -> list[dict[str, Any]]:
     chosen = norm.constants(COLUMNS, offset=0.0, early=True) | {"by_bits": False}
     made = compile_for(card, norm.kernel, chosen, {"num_warps": norm.WARPS}, y="*bf16")
     rows.append({"kernel": "norm", "of": "root mean square", "card": card, **counted(made)})
+    chosen = rope.constants(WIDTH) | {"by_bits": False}
+    options = {"num_warps": rope.WARPS, "enable_fp_fusion": False}
+    made = compile_for(card, rope.kernel, chosen, options)
+    rows.append({"kernel": "rope", "of": "queries and keys", "card": card, **counted(made)})
+    chosen = {"block": gate.BLOCK, "by_bits": False}
+    made = compile_for(card, gate.kernel, chosen, {"num_warps": gate.WARPS}, y="*bf16")
+    rows.append({"kernel": "gate", "of": "SiLU", "card": card, **counted(made)})
     return rows
 
 

@@ -373,6 +373,47 @@ def test_a_public_class_name_stands_for_one_class():
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+# Tests and benchmarks that a process of their own runs, where another program is installed, too.
+AROUND = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+
+
+@cache
+def defined(module: str) -> frozenset[str]:
+    """The names that a module of ours has, those of its submodules left out."""
+    place = ROOT.joinpath(*module.split("."))
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    names = {alias.asname or alias.name for alias in imports_of(path)}
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return frozenset(names)
+
+
+def imports_of(path: Path) -> list[ast.alias]:
+    return [
+        alias
+        for node in nodes(path)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+
+
+@pytest.mark.parametrize("path", AROUND, ids=relative)
+def test_what_tests_and_benchmarks_import_is_there(path):
+    """Many run seldom: beside a program that is not installed here, or in its interpreter."""
+    for node in nodes(path):
+        if not isinstance(node, ast.ImportFrom) or node.level:
+            continue
+        if (node.module or "").partition(".")[0] not in ("quantflow", "stages"):
+            continue
+        assert is_module(node.module), f"{path}:{node.lineno}: no module {node.module}"
+        for alias in node.names:
+            there = is_module(f"{node.module}.{alias.name}") or alias.name in defined(node.module)
+            assert there, f"{path}:{node.lineno}: {node.module} has no {alias.name}"
+
+
 def test_no_module_replaces_a_foreign_one():
     for path in FILES:
         for node in nodes(path):

@@ -10,24 +10,28 @@ import torch
 
 from quantflow.algorithms import gptq
 from quantflow.backends import BACKENDS
-from quantflow.backends.triton import backends, norm
+from quantflow.backends.triton import backends, gate, norm, rope
 from quantflow.core import affine, rounding_kernel
 from quantflow.core.scheme import TensorScheme, preset
 from quantflow.numerics import columns_kernel, feedback
-from quantflow.runtime.fused_norms import Form
+from quantflow.runtime.fused_norms import NormForm
+from quantflow.runtime.fused_rope import turned_halves
 from tests.triton_weights import IDS, WEIGHTS, by_definition, drawn, error
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
     """New memory holds NaN, or 99, so that what a kernel does not write is seen."""
-    empty = torch.empty
 
-    def filled(*shape, **words):
-        made = empty(*shape, **words)
-        return made.fill_(float("nan") if made.is_floating_point() else 99)
+    def poisoning(empty):
+        def filled(*given, **words):
+            made = empty(*given, **words)
+            return made.fill_(float("nan") if made.is_floating_point() else 99)
 
-    monkeypatch.setattr(torch, "empty", filled)
+        return filled
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 64])
@@ -269,7 +273,7 @@ def test_where_a_norm_rounds_is_the_familys():
     for form in FORMS:
         offset, early = form
         ours = norm.rms_norm(x, weight, eps=1e-5, offset=offset, early=early)
-        by_torch = Form(offset=offset, early=early).compute(x, weight, eps=1e-5)
+        by_torch = NormForm(offset=offset, early=early).compute(x, weight, eps=1e-5)
         # sums of another order fall to the other side of a half now and then
         assert (ours == by_torch).double().mean() > 0.999
         found[form] = ours
@@ -282,3 +286,67 @@ def test_a_row_with_nan_is_nan_and_the_others_are_not():
     found = norm.rms_norm(x, torch.ones(40), eps=0.0, offset=0.0, early=True)
     assert found[1].isnan().all()
     assert (found[[0, 2]] == 1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "one linear"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "tokens", "width"),
+    [(1, 1, 1, 1, 2), (2, 4, 2, 5, 64), (1, 3, 1, 7, 80), (1, 2, 2, 0, 64)],
+    ids=str,
+)
+def test_queries_and_keys_turn_to_torchs_bits(
+    batch, heads, keys, tokens, width, layout, dtype, poisoned
+):
+    generator = torch.Generator().manual_seed(width)
+
+    def drawn(count):
+        made = torch.randn(batch, tokens, count, width, generator=generator).to(dtype)
+        return (
+            made.transpose(1, 2).contiguous() if layout == "heads first" else made.transpose(1, 2)
+        )
+
+    if layout == "one linear":  # q, k and v lie side by side in each token
+        together = drawn(heads + 2 * keys)
+        q, k = together[:, :heads], together[:, heads : heads + keys]
+    else:
+        q, k = drawn(heads), drawn(keys)
+    for rows in {1, batch}:
+        angles = torch.rand(rows, tokens, width, generator=generator) * 6
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        found = rope.rotary(q, k, cos, sin)
+        assert [part.dtype for part in found] == [dtype, dtype]
+        assert all(map(torch.equal, found, turned_halves(q, k, cos, sin)))
+
+
+def test_a_head_with_nan_is_nan_where_it_turns_and_the_others_are_not():
+    q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
+    q[0, 1, 0, 2] = float("nan")
+    q, k = rope.rotary(q, k, torch.ones(1, 1, 8), torch.ones(1, 1, 8))
+    assert q[0, 1, 0].isnan().tolist() == [channel % 4 == 2 for channel in range(8)]
+    assert not q[0, 0].isnan().any() and not k.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 1000), (1, 4096), (0, 8)], ids=str)
+def test_gates_are_those_of_the_equation(shape, dtype, poisoned):
+    """In float64, with a rounding of the factor and one of the product."""
+    generator = torch.Generator().manual_seed(shape[-1])
+    wide, up = (torch.randn(2, *shape, generator=generator) * 4).to(dtype)
+    found = gate.silu_product(wide, up)
+    assert found.shape == wide.shape and found.dtype == dtype
+    expected = wide.double() * wide.double().sigmoid() * up.double()
+    bound = (torch.finfo(dtype).eps + 2.0**-22) * expected.abs()
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    room = 2 * smallest * (1 + up.double().abs())  # a factor below the normal numbers
+    assert ((found.double() - expected).abs() <= bound + room).all()
+    by_torch = torch.nn.functional.silu(wide) * up
+    if dtype != torch.float32 and found.numel() > 100:
+        assert (found == by_torch).double().mean() > 0.99
+
+
+def test_gates_of_large_values_and_nan():
+    wide = torch.tensor([1e4, -1e4, float("inf"), float("-inf"), float("nan"), 0.0])
+    found = gate.silu_product(wide, torch.ones(6))
+    assert found[:3].tolist() == [1e4, 0.0, float("inf")]
+    assert found[3].isnan() and found[4].isnan() and found[5] == 0.0  # as torch's

@@ -23,7 +23,9 @@ from quantflow.runtime.attention import choose_
 from quantflow.runtime.attention_choice import Attention
 from quantflow.runtime.batch_shapes import CAPTURED, Gaudi
 from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.fused_gates import fuse_gates_
 from quantflow.runtime.fused_norms import fuse_norms_
+from quantflow.runtime.fused_rope import fuse_rotary_
 from quantflow.runtime.linear import share_inputs_
 from quantflow.runtime.load import Loaded, loaded
 from quantflow.runtime.shapes import NO_SHAPES, Shapes
@@ -153,8 +155,7 @@ def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
     if artifact.device.type not in ("cpu", hpu.NAME):
         share_inputs_(model, _groups(artifact, names.to_module))
     if runs_triton(artifact.device.type):
-        kernels = import_module("quantflow.backends.triton.norm")
-        fuse_norms_(model, rms_norm=kernels.rms_norm)
+        _fuse_operators_(model)
     drop_unread_(model)
     model.to(artifact.device)
     if on_gaudi and gaudi.captures:
@@ -162,6 +163,16 @@ def filled(artifact: Artifact, *, gaudi: Gaudi = CAPTURED) -> PreTrainedModel:
     elif on_gaudi and gaudi.compiles:
         hpu.compile_(model)
     return model
+
+
+def _fuse_operators_(model: PreTrainedModel) -> None:
+    """Have norms, rotary embeddings and gates computed by a kernel each."""
+    norm, rope, gate = (
+        import_module(f"quantflow.backends.triton.{name}") for name in ("norm", "rope", "gate")
+    )
+    fuse_norms_(model, rms_norm=norm.rms_norm)
+    fuse_rotary_(model, rotary=rope.rotary)
+    fuse_gates_(model, silu_product=gate.silu_product)
 
 
 def _groups(artifact: Artifact, to_module: Mapping[str, str]) -> list[list[str]]:

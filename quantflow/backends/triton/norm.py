@@ -12,18 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantflow.backends.triton.casts import rounded
+
 WARPS = 4
 _TILE = 4096  # inputs of a program at a time
-
-
-@triton.jit
-def _rounded(value, to: tl.constexpr, by_bits: tl.constexpr):
-    """A float32 value in another dtype, the nearest, half to even."""
-    if by_bits:  # what a cast then drops is zero
-        bits = value.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        value = tl.where(value == value, (bits & -65536).to(tl.float32, bitcast=True), value)
-    return value.to(to)
 
 
 @triton.jit
@@ -54,9 +46,9 @@ def kernel(
         given = tl.load(x + at + first + k, mask=there, other=0.0).to(tl.float32)
         normed = given * factor
         if early:
-            normed = _rounded(normed, to, by_bits).to(tl.float32)
+            normed = rounded(normed, to, by_bits).to(tl.float32)
         scale = tl.load(weight + first + k, mask=there, other=0.0).to(tl.float32) + offset
-        tl.store(y + at + first + k, _rounded(normed * scale, to, by_bits), mask=there)
+        tl.store(y + at + first + k, rounded(normed * scale, to, by_bits), mask=there)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float, early: bool) -> Tensor:

@@ -22,6 +22,9 @@ from tests.triton_weights import IDS, WEIGHTS, drawn
 
 CPU = torch.device("cpu")
 TRITON_XPU = os.environ.get("TRITON_XPU") or None
+PRODUCTS = {"w4a16", "w8a16"}
+ALONE = {"rope", "gate"}  # their programs' threads exchange nothing
+KERNELS = {"gptq", "rounding", "norm", *PRODUCTS, *ALONE}
 
 
 def needs_triton(test):
@@ -104,18 +107,12 @@ def test_every_kernel_compiles_for_every_card_and_fits_its_shared_memory():
     assert {row["card"] for row in found} == {"sm_80", "sm_90a", "sm_100a", "gfx942"}
     for row in found:
         limit = 64 << 10 if row["card"] == "gfx942" else 160 << 10
-        assert 0 < row["shared"] <= limit, row
+        assert row["shared"] <= limit and (row["shared"] == 0) == (row["kernel"] in ALONE), row
         assert row["spilled"] == 0, row
         assert row["instructions"] > 100, row
         # products multiply on tensor cores, and nothing else does
-        assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
-    assert {row["kernel"] for row in found} == {
-        "w4a16",
-        "w8a16",
-        "gptq",
-        "rounding",
-        "norm",
-    }
+        assert (row["matrix"] > 0) == (row["kernel"] in PRODUCTS), row
+    assert {row["kernel"] for row in found} == KERNELS
 
 
 @pytest.mark.slow
@@ -124,13 +121,7 @@ def test_every_kernel_compiles_for_intels_card():
     found = compiled(TRITON_XPU)
     assert {row["card"] for row in found} == {"max1550"}
     for row in found:
-        assert 0 < row["shared"] <= 128 << 10, row
-        assert row["instructions"] > 1000, row
-        assert (row["matrix"] > 0) == (row["kernel"] in ("w4a16", "w8a16")), row
-    assert {row["kernel"] for row in found} == {
-        "w4a16",
-        "w8a16",
-        "gptq",
-        "rounding",
-        "norm",
-    }
+        assert row["shared"] <= 128 << 10 and (row["shared"] == 0) == (row["kernel"] in ALONE), row
+        assert row["instructions"] > (100 if row["kernel"] in ALONE else 1000), row
+        assert (row["matrix"] > 0) == (row["kernel"] in PRODUCTS), row
+    assert {row["kernel"] for row in found} == KERNELS
