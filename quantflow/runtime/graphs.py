@@ -4,9 +4,12 @@ A step reads and writes tensors that stay where they are: the ids, their positio
 where they are written, the mask of padding, and the cache. It may run twice without harm, because
 it begins by telling every layer where it writes. A prompt, which has another length each time, is
 not captured. The length of the cache is that of a bucket, so that a graph serves many prompts.
+Buckets that were used last keep their memory and graph, so that texts of several lengths in turns
+are not captured anew each time.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_length, require_room
 
 BUCKET = 256  # columns of a cache are a multiple of it
+KEPT = 2  # caches that are kept have so many times the positions of the largest one at most
 
 Step = Callable[[], Tensor]
 
@@ -35,6 +39,27 @@ def why_not(artifact: Artifact) -> str | None:
     if rotation := moving_rotation(config):
         return f"it knows rotations of each position alone, not rope_type {rotation}"
     return None if artifact.kv_cache is None else "a cache with measured scales grows with the text"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Bucket:
+    """What a step of so many rows and columns reads and writes, and its graph.
+
+    Attributes:
+        cache: of transformers; its layers allocate their memory in their first forward.
+        columns: numbers of the columns, int64 [columns].
+        ids: the step's tokens, int64 [B, 1].
+        padding: columns before each row's text, int64 [B, 1].
+        at: column that is written next, int64 [].
+        step: the graph; None until it is captured.
+    """
+
+    cache: StaticCache
+    columns: Tensor
+    ids: Tensor
+    padding: Tensor
+    at: Tensor
+    step: Step | None = None
 
 
 class GraphDecoder:
@@ -59,21 +84,19 @@ class GraphDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = device
         self._model, self._capture = model, capture
-        self._step: Step | None = None
+        self._kept: dict[tuple[int, int], _Bucket] = {}  # the one used last is the last
         self._length = 0
-        self._reserve(rows=0, columns=0)
+        self._now = self._bucket(rows=0, columns=0)
 
     @torch.inference_mode()
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`.
 
-        As many rows in the same bucket take over the memory and the graph of the last batch.
+        As many rows in the same bucket take over the memory and the graph of an earlier batch.
         """
-        columns = capacity + -capacity % BUCKET
-        if (len(self._ids), len(self._columns)) != (rows, columns):
-            self._reserve(rows=rows, columns=columns)
-        self._cache.reset()
-        self._padding.zero_()
+        self._take(rows=rows, columns=capacity + -capacity % BUCKET)
+        self._now.cache.reset()
+        self._now.padding.zero_()
         self._length = 0
 
     @torch.inference_mode()
@@ -91,12 +114,13 @@ class GraphDecoder:
         if first or input_ids.shape[1] > 1 or not last_only:
             logits: Tensor = self._run(input_ids, logits_to_keep=1 if last_only else 0).logits
             return logits[:, -1].float() if last_only else logits.float()
-        self._ids.copy_(input_ids)
-        if self._step is None:
-            self._step = self._capture(
-                lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float()
+        now = self._now
+        now.ids.copy_(input_ids)
+        if now.step is None:
+            now.step = self._capture(
+                lambda: self._run(self._now.ids, logits_to_keep=1).logits[:, -1].float()
             )
-        return self._step().clone()  # the next step writes where it lies
+        return now.step().clone()  # the next step writes where it lies
 
     @torch.inference_mode()
     def forward_hidden(
@@ -113,16 +137,16 @@ class GraphDecoder:
 
         As many rows as there were keep their memory and graph.
         """
-        layers, padding = self._cache.layers, self._padding[rows]
-        if len(rows) != len(self._ids):
-            self._reserve(rows=len(rows), columns=len(self._columns))
-        for layer, new in zip(layers, self._cache.layers, strict=True):
+        layers, padding = self._now.cache.layers, self._now.padding[rows]
+        if len(rows) != len(self._now.ids):
+            self._take(rows=len(rows), columns=len(self._now.columns))
+        for layer, new in zip(layers, self._now.cache.layers, strict=True):
             keys, values = layer.keys[rows], layer.values[rows]
             if not new.is_initialized:
                 new.lazy_initialization(keys, values)
             new.keys.copy_(keys)
             new.values.copy_(values)
-        self._padding.copy_(padding)
+        self._now.padding.copy_(padding)
 
     def crop(self, length: int) -> None:
         """Forget positions; see `Decoder.crop`.
@@ -133,34 +157,46 @@ class GraphDecoder:
         require_length(length, have=self._length)
         self._length = length
 
-    def _reserve(self, *, rows: int, columns: int) -> None:
-        """Make the tensors of a step anew; the graph of the old ones is of no use."""
-        self._cache = StaticCache(config=self._model.config, max_cache_len=columns)
-        self._columns = torch.arange(columns, device=self.device)
-        self._ids, self._padding = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.device)
-        self._at = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._step = None
+    def _take(self, *, rows: int, columns: int) -> None:
+        """Use the bucket of this size; those that were not used for longest go."""
+        size = (rows, columns)
+        self._now = self._kept.pop(size, None) or self._bucket(rows=rows, columns=columns)
+        self._kept[size] = self._now
+        positions = {kept: kept[0] * kept[1] for kept in self._kept}
+        for kept in list(positions):
+            if sum(positions.values()) > KEPT * max(positions.values()):
+                del self._kept[kept], positions[kept]
+
+    def _bucket(self, *, rows: int, columns: int) -> _Bucket:
+        ids, padding = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.device)
+        return _Bucket(
+            cache=StaticCache(config=self._model.config, max_cache_len=columns),
+            columns=torch.arange(columns, device=self.device),
+            ids=ids,
+            padding=padding,
+            at=torch.zeros((), dtype=torch.int64, device=self.device),
+        )
 
     def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Say where ids are written, and make room for them."""
-        require_room(
-            input_ids, rows=len(self._ids), length=self._length, capacity=len(self._columns)
-        )
+        now = self._now
+        require_room(input_ids, rows=len(now.ids), length=self._length, capacity=len(now.columns))
         if padding is not None:
-            self._padding.copy_(padding[:, None])
-        self._at.fill_(self._length)
+            now.padding.copy_(padding[:, None])
+        now.at.fill_(self._length)
         self._length += input_ids.shape[1]
 
     def _run(self, input_ids: Tensor, **options: Any) -> Any:
-        counts = [layer.cumulative_length for layer in self._cache.layers]
-        torch._foreach_copy_(counts, [self._at] * len(counts))
-        end = self._at + input_ids.shape[1]
+        now = self._now
+        counts = [layer.cumulative_length for layer in now.cache.layers]
+        torch._foreach_copy_(counts, [now.at] * len(counts))
+        end = now.at + input_ids.shape[1]
         # [B, columns]; columns behind the end hold nothing yet
-        real = (self._columns >= self._padding) & (self._columns < end)
-        at = self._at + self._columns[: input_ids.shape[1]]  # [T]
+        real = (now.columns >= now.padding) & (now.columns < end)
+        at = now.at + now.columns[: input_ids.shape[1]]  # [T]
         batch = {
             "input_ids": input_ids,
             "attention_mask": real,
-            "position_ids": (at - self._padding).clamp(min=0),
+            "position_ids": (at - now.padding).clamp(min=0),
         }
-        return self._model(**batch, past_key_values=self._cache, use_cache=True, **options)
+        return self._model(**batch, past_key_values=now.cache, use_cache=True, **options)

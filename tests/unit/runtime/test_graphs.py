@@ -182,6 +182,22 @@ def test_prompts_of_any_length_and_batches_with_padding_share_the_graph_of_their
     assert pair[1].captured == 2
 
 
+def test_texts_of_several_lengths_in_turns_keep_a_graph_per_bucket(pair):
+    for _ in range(3):
+        for rows, capacity in ((1, 2 * BUCKET), (1, BUCKET), (2, BUCKET // 2)):
+            begin(pair, rows, capacity=capacity)
+            both(pair, ids(rows, 6, seed=rows))
+            steps(pair, rows, 2)
+    # 512 and 256 positions are kept with two rows of 256 more, which are twice the largest and more
+    assert pair[1].captured == 3 + 2 * 3
+    for _ in range(3):
+        for capacity in (2 * BUCKET, BUCKET):
+            begin(pair, 1, capacity=capacity)
+            both(pair, ids(1, 6, seed=capacity))
+            steps(pair, 1, 2)
+    assert pair[1].captured == 9 + 2
+
+
 def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_keep_the_graph(
     pair,
 ):
