@@ -160,7 +160,8 @@ class GraphDecoder:
     def _take(self, *, rows: int, columns: int) -> None:
         """Use the bucket of this size; those that were not used for longest go."""
         size = (rows, columns)
-        self._now = self._kept.pop(size, None) or self._bucket(rows=rows, columns=columns)
+        known = self._kept.pop(size, None)
+        self._now = self._bucket(rows=rows, columns=columns) if known is None else known
         self._kept[size] = self._now
         positions = {kept: kept[0] * kept[1] for kept in self._kept}
         for kept in list(positions):
