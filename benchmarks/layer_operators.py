@@ -175,8 +175,7 @@ def rotary_by_the_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
     """Queries and keys turned by one operator, with the values of several."""
     with _disable_current_modes():
         turned_q, turned_k = turned_halves(q, k, cos, sin)
-    torch.add(turned_q[..., :1], 0)  # the kernel
-    return turned_q, turned_k
+    return turned_q.clone(), turned_k
 
 
 def gate_by_the_kernel(gate: Tensor, up: Tensor) -> Tensor:

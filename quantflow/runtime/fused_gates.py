@@ -54,7 +54,8 @@ def multiplies_by_silu(module: nn.Module) -> bool:
     if children.keys() - {*LINEARS, ACTIVATION} or next(module.parameters(False), None) is not None:
         return False
     generator = torch.Generator().manual_seed(0)
-    gate, up = torch.randn(2, 3, 16, generator=generator).bfloat16()
+    sizes = 10.0 ** torch.arange(-2, 4)[:, None]  # where a family may cut values off, too
+    gate, up = (torch.randn(2, 6, 16, generator=generator) * sizes).bfloat16()
     stand_in = SimpleNamespace(
         gate_proj=lambda _: gate, up_proj=lambda _: up, down_proj=lambda product: product
     )

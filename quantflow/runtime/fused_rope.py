@@ -52,11 +52,18 @@ def fuse_rotary_(model: nn.Module, *, rotary: Rotary) -> int:
 
 
 def _rotated(
-    by_torch: Rotary, rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any
+    by_torch: Callable[..., tuple[Tensor, Tensor]],
+    rotary: Rotary,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *more: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     # torch.compile fuses by itself
-    if torch.compiler.is_compiling() or more or not _one_layout(q, k, cos, sin):
-        return by_torch(q, k, cos, sin, *more)
+    if torch.compiler.is_compiling() or more or options or not _one_layout(q, k, cos, sin):
+        return by_torch(q, k, cos, sin, *more, **options)
     return rotary(q, k, cos, sin)
 
 

@@ -4,8 +4,8 @@ A step reads and writes tensors that stay where they are: the ids, their positio
 where they are written, the mask of padding, and the cache. It may run twice without harm, because
 it begins by telling every layer where it writes. A prompt, which has another length each time, is
 not captured. The length of the cache is that of a bucket, so that a graph serves many prompts.
-Buckets that were used last keep their memory and graph, so that texts of several lengths in turns
-are not captured anew each time.
+Small buckets that were used before keep their memory and graph, so that texts of several lengths in
+turns are not captured anew each time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_length, require_room
 
 BUCKET = 256  # columns of a cache are a multiple of it
-KEPT = 2  # caches that are kept have so many times the positions of the largest one at most
+KEPT = 4096  # positions, of all rows, in the buckets that are kept beside the one in use
 
 Step = Callable[[], Tensor]
 
@@ -118,7 +118,7 @@ class GraphDecoder:
         now.ids.copy_(input_ids)
         if now.step is None:
             now.step = self._capture(
-                lambda: self._run(self._now.ids, logits_to_keep=1).logits[:, -1].float()
+                lambda: self._run(now.ids, logits_to_keep=1).logits[:, -1].float()
             )
         return now.step().clone()  # the next step writes where it lies
 
@@ -158,15 +158,13 @@ class GraphDecoder:
         self._length = length
 
     def _take(self, *, rows: int, columns: int) -> None:
-        """Use the bucket of this size; those that were not used for longest go."""
+        """Use the bucket of this size; of the others the longest unused go, beyond KEPT."""
         size = (rows, columns)
         known = self._kept.pop(size, None)
+        while sum(rows * columns for rows, columns in self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
         self._now = self._bucket(rows=rows, columns=columns) if known is None else known
         self._kept[size] = self._now
-        positions = {kept: kept[0] * kept[1] for kept in self._kept}
-        for kept in list(positions):
-            if sum(positions.values()) > KEPT * max(positions.values()):
-                del self._kept[kept], positions[kept]
 
     def _bucket(self, *, rows: int, columns: int) -> _Bucket:
         ids, padding = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.device)

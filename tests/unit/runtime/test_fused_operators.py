@@ -11,10 +11,17 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 from transformers.models.llama import modeling_llama
 
@@ -60,7 +67,12 @@ def made(config, dtype=torch.bfloat16):
     ("config", "turned", "gated"),
     [
         (LlamaConfig(**SIZES), 2, 2),
+        (MistralConfig(**SIZES), 2, 2),
+        (Qwen2Config(**SIZES), 2, 2),
         (Qwen3Config(head_dim=8, **SIZES), 2, 2),
+        (GraniteConfig(**SIZES), 2, 2),
+        # gated by nothing
+        (Starcoder2Config(**SIZES), 2, 0),
         # gate and up in one linear
         (Phi3Config(pad_token_id=0, **SIZES), 2, 0),
         # gated by GELU
@@ -77,12 +89,15 @@ def made(config, dtype=torch.bfloat16):
             2,
             0,
         ),
+        (OlmoeConfig(num_experts=4, num_experts_per_tok=2, **SIZES), 2, 0),
+        # neither halves of that form nor one linear for each
+        (GptOssConfig(head_dim=8, num_local_experts=4, num_experts_per_tok=2, **SIZES), 0, 0),
         # neighbours turn together
         (CohereConfig(**SIZES), 0, 2),
         # a quarter of each head turns, whose angles are of that quarter
         (GPTNeoXConfig(**SIZES), 0, 0),
     ],
-    ids=["Llama", "Qwen3", "Phi 3", "Gemma 2", "Qwen3-MoE", "Cohere", "GPT-NeoX"],
+    ids=lambda value: getattr(value, "model_type", None),
 )
 @torch.no_grad()
 def test_layers_call_the_kernels_where_these_have_the_familys_values(config, turned, gated, dtype):
@@ -92,6 +107,14 @@ def test_layers_call_the_kernels_where_these_have_the_familys_values(config, tur
     fuse_gates_(model, silu_product=kernels.silu_product)
     assert torch.equal(model(IDS).logits, expected)
     assert (len(kernels.turned), len(kernels.gated)) == (turned, gated)
+
+
+@torch.no_grad()
+def test_angles_in_float32_are_left_to_torch_beside_bfloat16():
+    model, kernels = made(Olmo2Config(**SIZES)), Kernels()
+    expected = model(IDS).logits
+    fuse_rotary_(model, rotary=kernels.rotary)
+    assert torch.equal(model(IDS).logits, expected) and kernels.turned == []
 
 
 @torch.no_grad()
@@ -144,7 +167,7 @@ def test_functions_that_turn_otherwise_are_told_apart():
         assert not turns_halves(other)
 
 
-@pytest.mark.parametrize("case", ["cos", "key", "token"])
+@pytest.mark.parametrize("case", ["cos", "key", "token", "token by name"])
 def test_tensors_that_the_kernel_does_not_read_are_left_to_torch(case):
     model, kernels = made(LlamaConfig(**SIZES)), Kernels()
     fuse_rotary_(model, rotary=kernels.rotary)
@@ -152,7 +175,7 @@ def test_tensors_that_the_kernel_does_not_read_are_left_to_torch(case):
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
         torch.randn(shape, generator=generator).bfloat16()
-        for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 5, 8))
+        for shape in ((2, 5, 5, 8), (2, 5, 5, 8), (1, 5, 8), (1, 5, 8))  # heads as tokens
     )
     function(q, k, cos, sin)
     assert len(kernels.turned) == 1
@@ -161,10 +184,12 @@ def test_tensors_that_the_kernel_does_not_read_are_left_to_torch(case):
     elif case == "key":  # channels that do not lie side by side
         k = k.mT.contiguous().mT
     else:  # tokens before heads
-        found = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2)
+        words = {"unsqueeze_dim": 2} if case == "token by name" else {}
+        more = () if words else (2,)
+        found = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin, *more, **words)
         expected = (turned.transpose(1, 2) for turned in turned_halves(q, k, cos, sin))
         assert all(map(torch.equal, found, expected))
-    if case != "token":
+    if "token" not in case:
         expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
         assert all(map(torch.equal, function(q, k, cos, sin), expected))
     assert len(kernels.turned) == 1
@@ -182,9 +207,13 @@ def test_mlps_that_do_more_are_told_apart():
 
     class Doubled(Gated):
         def forward(self, x):
-            return 2 * super().forward(x)
+            return self.down_proj(2 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
     class Clamped(Gated):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7)) * self.up_proj(x))
+
+    class Limited(Gated):
         limit = 7.0
 
         def forward(self, x):
@@ -202,7 +231,7 @@ def test_mlps_that_do_more_are_told_apart():
             self.norm = nn.LayerNorm(4)
 
     assert multiplies_by_silu(Gated())
-    for other in (Doubled, Clamped, Scaled, Normed):
+    for other in (Doubled, Clamped, Limited, Scaled, Normed):
         assert not multiplies_by_silu(other())
     relu = Gated()
     relu.act_fn = nn.ReLU()

@@ -182,20 +182,24 @@ def test_prompts_of_any_length_and_batches_with_padding_share_the_graph_of_their
     assert pair[1].captured == 2
 
 
-def test_texts_of_several_lengths_in_turns_keep_a_graph_per_bucket(pair):
+def in_turns(pair, buckets):
     for _ in range(3):
-        for rows, capacity in ((1, 2 * BUCKET), (1, BUCKET), (2, BUCKET // 2)):
+        for rows, capacity in buckets:
             begin(pair, rows, capacity=capacity)
             both(pair, ids(rows, 6, seed=rows))
             steps(pair, rows, 2)
-    # 512 and 256 positions are kept with two rows of 256 more, which are twice the largest and more
-    assert pair[1].captured == 3 + 2 * 3
-    for _ in range(3):
-        for capacity in (2 * BUCKET, BUCKET):
-            begin(pair, 1, capacity=capacity)
-            both(pair, ids(1, 6, seed=capacity))
-            steps(pair, 1, 2)
-    assert pair[1].captured == 9 + 2
+
+
+def test_texts_of_several_lengths_in_turns_keep_a_graph_per_bucket(pair):
+    in_turns(pair, [(1, 2 * BUCKET), (1, BUCKET), (2, BUCKET // 2)])
+    assert pair[1].captured == 3
+
+
+def test_buckets_beside_the_one_in_use_are_kept_up_to_so_many_positions(pair, monkeypatch):
+    monkeypatch.setattr(graphs, "KEPT", 2 * BUCKET - 1)
+    in_turns(pair, [(1, BUCKET), (2, BUCKET)])
+    # two rows are too many to be kept, and one row is kept beside them
+    assert pair[1].captured == 1 + 3
 
 
 def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_keep_the_graph(
