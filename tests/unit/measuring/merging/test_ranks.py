@@ -138,13 +138,18 @@ def test_each_group_is_what_its_own_samples_give_and_samples_are_interleaved_aga
     }
 
 
-def test_sums_are_folded_in_rank_order_whatever_order_is_given():
-    merged = unify(ranks(4, 9), [[0, 1, 2, 3]])[0].statistics
-    again = unify(reversed(ranks(4, 9)), [[3, 1, 0, 2]])[0].statistics
-    by_hand = [one.statistics[f"{Q}|input|hessian_sum"] for one in ranks(4, 9)]
-    assert torch.equal(
-        merged[f"{Q}|input|hessian_sum"], ((by_hand[0] + by_hand[1]) + by_hand[2]) + by_hand[3]
-    )
+def test_sums_are_folded_in_a_tree_of_ranks_whatever_order_is_given():
+    def with_sums(order):
+        # sums of which no two orders have the same bits
+        found = ranks(4, 9)
+        for one, value in zip(found, (1.0, 2.0**-24, 2.0**-24, 2.0**-24), strict=True):
+            one.statistics[f"{Q}|input|hessian_sum"] = torch.full((C, C), value)
+        return [found[rank] for rank in order]
+
+    merged = unify(with_sums([0, 1, 2, 3]), [[0, 1, 2, 3]])[0].statistics
+    again = unify(with_sums([3, 1, 0, 2]), [[3, 1, 0, 2]])[0].statistics
+    # (0 + 1) + (2 + 3); one after the other these stay 1
+    assert torch.equal(merged[f"{Q}|input|hessian_sum"], torch.full((C, C), 1.0 + 2.0**-23))
     assert all(torch.equal(merged[key], again[key]) for key in merged)
 
 
