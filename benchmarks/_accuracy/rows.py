@@ -59,7 +59,7 @@ WEIGHTS = tuple(
     for bits, group in ((4, 128), (3, 64), (2, 64))
     for sym in (True, False)
 )
-WEIGHTS += (EIGHT,)
+WEIGHTS += (_weight_scheme(2, 128, symmetric=True), EIGHT)
 # Schemes chosen per linear for so many bits per weight; 4.65 is less than llama.cpp's Q4_K_M takes
 # of any of the models. And uniform ones with more bits, which no peer but llama.cpp has: mixtures
 # are compared with the line from LOWER to UPPER.
@@ -107,7 +107,14 @@ LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")
 FILE_TYPES = ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0")
 FILE_TYPES += ("IQ3_S", "IQ3_XXS", "IQ2_M", "IQ2_XS", "IQ2_XXS")  # with a codebook
 FILES = {f"{name}.gguf": ("gptq", "yaqa", "good", "best") for name in FILE_TYPES}
-ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
+# AutoRound's programs -> what they are told; the first is its default. `extended` is its newest
+# algorithm.
+AUTOROUND: Mapping[str, Settings] = {
+    "AutoRound": {"iterations": 200},
+    "AutoRound extended": {"iterations": 200, "extended": True},
+    "AutoRound 50 iterations": {"iterations": 50},
+    "AutoRound 0 iterations": {"iterations": 0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,23 +335,17 @@ def _gptqmodel(place: Place) -> Iterator[Row]:
 
 
 def _autoround(place: Place) -> Iterator[Row]:
-    for program, iterations in ITERATIONS.items():
+    for program, told in AUTOROUND.items():
         for scheme in place.weights:
-            yield _peer(
-                place,
-                "autoround",
-                program,
-                scheme.name,
-                {**scheme.settings, "iterations": iterations},
-            )
+            yield _peer(place, "autoround", program, scheme.name, {**scheme.settings, **told})
         for name in FLOAT4:
             settings = {
                 "scheme": name.removesuffix("A16"),
                 "act_bits": 16 if name.endswith("A16") else 4,
             }
-            yield _peer(place, "autoround", program, name, {**settings, "iterations": iterations})
+            yield _peer(place, "autoround", program, name, {**settings, **told})
         if SEARCHED in place.mixed:
-            settings = {"average_bits": MIXED[SEARCHED], "iterations": iterations}
+            settings = {"average_bits": MIXED[SEARCHED], **told}
             yield _peer(place, "autoround", program, SEARCHED, settings)
 
 

@@ -5,10 +5,20 @@ examples/tiny-llama has to be on PYTHONPATH.
 On the text, with the tokenizer, optimizers and schedule of examples/tiny-llama/train.py; another
 family and other widths, so that nothing is tuned to one model. The weights are saved in bf16. The
 last line says how far it came.
+
+With --text the text is that of other files, a tenth of which is held out, and a tokenizer is
+trained on it. DIR then holds calibration.jsonl and heldout.jsonl too, which accuracy.py takes where
+it is given the folder:
+
+    export PYTHONPATH=examples/tiny-llama
+    python benchmarks/_accuracy/train_model.py wide-llama --steps 500 --text novel.txt --output DIR
+    python benchmarks/accuracy.py --models DIR --only W4A16
 """
 
 import argparse
+import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import stdlib_text
@@ -29,7 +39,8 @@ from quantflow.models.tokenizer import load_tokenizer
 
 EXAMPLE = Path(train.__file__).parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-PEAK, DECAY, SEED = 3e-3, 0.1, 0
+PEAK, DECAY = 3e-3, 0.1
+HELD_OUT = 10  # of so many pieces of a text one is held out
 SHARED = {
     "vocab_size": train.VOCABULARY,
     "max_position_embeddings": 1024,
@@ -98,6 +109,36 @@ FAMILIES = {"gpt-neox": gpt_neox, "wide-llama": wide_llama, "qwen3-moe": qwen3_m
 SEQUENCES = {"qwen3-moe": 2}
 
 
+def pieces(text: str) -> list[str]:
+    """A text cut at line ends into pieces of `stdlib_text.EXCERPT_CHARACTERS` or a little more."""
+    found, piece = [], ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= stdlib_text.EXCERPT_CHARACTERS:
+            found.append(piece)
+            piece = ""
+    return found
+
+
+def own_text(paths: Sequence[Path], output: Path, *, seed: int) -> tuple[list[str], list[str]]:
+    """The pieces of text files to train on and those held out, written beside the model.
+
+    Raises:
+        SystemExit: the files hold less than HELD_OUT pieces.
+    """
+    texts = [piece for path in paths for piece in pieces(path.read_text(encoding="utf-8"))]
+    if len(texts) < HELD_OUT:
+        raise SystemExit(
+            f"{', '.join(map(str, paths))}: {len(texts)} pieces of "
+            f"{stdlib_text.EXCERPT_CHARACTERS} characters, {HELD_OUT} are needed"
+        )
+    random.Random(seed).shuffle(texts)
+    training, heldout = texts[len(texts) // HELD_OUT :], texts[: len(texts) // HELD_OUT]
+    stdlib_text.write_jsonl(output / "calibration.jsonl", training)
+    stdlib_text.write_jsonl(output / "heldout.jsonl", heldout)
+    return training, heldout
+
+
 def main() -> None:
     """Train and save."""
     parser = argparse.ArgumentParser(
@@ -108,19 +149,31 @@ def main() -> None:
     budget.add_argument("--minutes", type=float, default=0.0, help="of wall time")
     budget.add_argument("--steps", type=int, help="the same model however busy the machine is")
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    torch.manual_seed(SEED)
-    tokenizer = load_tokenizer(EXAMPLE)
-    tokens, heldout = (
-        train.tokenize(tokenizer, stdlib_text.documents(heldout=side)) for side in (False, True)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of the order of the text"
     )
+    parser.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE", help="plain text to train on instead"
+    )
+    given = parser.parse_args()
+    torch.manual_seed(given.seed)
+    given.output.mkdir(parents=True, exist_ok=True)
+    if given.text:
+        sides = own_text(given.text, given.output, seed=given.seed)
+        tokenizer = train.train_tokenizer(sides[0], given.output)
+    else:
+        sides = tuple(stdlib_text.documents(heldout=side) for side in (False, True))
+        tokenizer = load_tokenizer(EXAMPLE)
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(EXAMPLE / name, given.output / name)
+    tokens, heldout = (train.tokenize(tokenizer, side) for side in sides)
     model = FAMILIES[given.family]()
     told = {
         "minutes": given.minutes,
         "steps": given.steps,
         "peak": PEAK,
         "decay": DECAY,
-        "seed": SEED,
+        "seed": given.seed,
         "snapshot": given.output,
         "products": determinism.products(),
         "sequences": SEQUENCES.get(given.family, train.BATCH),
@@ -129,8 +182,6 @@ def main() -> None:
     if hasattr(model.config, "output_router_logits"):  # the term is for training alone
         model.config.output_router_logits = False
     train.save(model, given.output)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(EXAMPLE / name, given.output / name)
     loss = train.heldout_loss(model.to(torch.bfloat16).float(), heldout, 16384)
     print(
         f"{loss:.3f} nats per held-out token after {record['steps']} steps, {record['tokens']} "

@@ -1,6 +1,7 @@
 """AutoRound for accuracy.py; see _shared.py for the arguments.
 
-SETTINGS: iterations, device (default cpu), and one of
+SETTINGS: iterations, device (default cpu), extended (its newest algorithm, SignRound's second), and
+one of
 
     bits, group_size, symmetric   integers for weights alone
     scheme, act_bits              a preset of 4-bit floats
@@ -60,7 +61,10 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
         AutoTokenizer.from_pretrained(model),
     )
     begin = time.monotonic()
-    told = {"scheme": settings.get("scheme", "W4A16")}
+    told = {
+        "scheme": settings.get("scheme", "W4A16"),
+        "enable_alg_ext": settings.get("extended", False),
+    }
     if "scheme" in settings:
         told["act_bits"] = settings["act_bits"]
     elif "average_bits" in settings:
