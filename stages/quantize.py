@@ -152,12 +152,14 @@ def command(
         force=shared["force"],
     )
     opened, measures = None, measurement is not None and shared["calibration"] is not None
-    if measurement is None and shared["ranks"] == 1:
+    if (measures or measurement is None) and shared["ranks"] == 1:
+        # what the model or the entry refuses is said before hours of measuring
         with nullcontext(SILENT) if shared["dry_run"] else reporting(shared, output) as progress:
             opened = job.open(progress)
-        measures = opened.needs_measurement
-        if measures:
-            job = replace(job, measurement=work_folder(output) / "1-measure")
+        if measurement is None:
+            measures = opened.needs_measurement
+            if measures:
+                job = replace(job, measurement=work_folder(output) / "1-measure")
     export = None if artifact is None else _export(artifact, values, job, shared)
     if shared["dry_run"]:
         show_job(job, as_json=shared["as_json"], **({} if export is None else {"export": export}))

@@ -401,7 +401,9 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     mixing = {
         program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)
     }
-    searching = {f"AutoRound{more}" for more in ("", " extended", " 50 iterations", " 0 iterations")}
+    searching = {
+        f"AutoRound{more}" for more in ("", " extended", " 50 iterations", " 0 iterations")
+    }
     assert mixing == {"quantflow gptq", "quantflow best"} | searching
     assert not [scheme for _, scheme in table if scheme.endswith("active")]
     assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1

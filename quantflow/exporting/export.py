@@ -265,11 +265,17 @@ def _write(
     links, not_finite = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source, beside)
     checkpoint = source.checkpoint
+    rotated = set(_outside(job.source))
     config = artifact_config(
-        checkpoint.config, graph, plan, infos=checkpoint.infos, unused=checkpoint.unused
+        checkpoint.config,
+        graph,
+        plan,
+        infos=checkpoint.infos,
+        unused=checkpoint.unused,
+        untied=not rotated <= set(checkpoint.located),
     )
     disk.write_file(folder / CONFIG, readable_json(config))
-    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.source))
+    changed = {name for layer in layers for name in layer["changed"]} | rotated
     entries = tensor_entries(
         source, graph, schemes, changed, FORMATS[job.options.format], head=plan.head
     )
@@ -368,6 +374,11 @@ def _write_weights(
         for name, (file, info) in source.checkpoint.tensors.items()
         if not name.startswith(prefixes) and name not in replaced
     ]
+    outside += [
+        stored
+        for name, stored in changed.items()
+        if name not in source.checkpoint.tensors and name not in replaced
+    ]
     outside += _stored(job.source / FILE) if replaced else []
     ahead = head_file.mtp_record_of(job.source).get("errors", ())
     outside += [
@@ -390,7 +401,7 @@ def _write_weights(
 
 
 def _outside(quantized: Path) -> dict[str, Stored]:
-    """The tensors outside the layers that quantize changed."""
+    """The tensors outside the layers that quantize changed, and a head that it untied."""
     path = quantized / OUTSIDE
     return {stored.info.name: stored for stored in _stored(path)} if path.is_file() else {}
 

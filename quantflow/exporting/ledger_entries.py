@@ -25,12 +25,16 @@ def tensor_entries(
         source: checkpoint of the source.
         graph: linears of the model.
         schemes: linear -> its scheme, for those that are quantized.
-        changed: names of source tensors that absorbed a transform.
+        changed: names of tensors that absorbed a transform, of a head that it untied too.
         encoder: format of the artifact.
         head: record of the quantized head; None where it is as in the source.
     """
     linears, routers, idle = set(graph.linears), set(graph.routers), set(graph.idle)
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
+    weight = f"{graph.family.head}.weight"
+    untied: tuple[str, ...] = ()
+    if weight in changed and weight not in source.checkpoint.located:
+        untied = (weight,) if head is None else encoder.tensor_names(head.linear, head.scheme)
     entries = []
     for name, (_, info) in source.checkpoint.located.items():
         linear = name.removesuffix(".weight")
@@ -51,6 +55,9 @@ def tensor_entries(
             )
         elif name in changed:
             action, reason = "changed", "absorbed a transform"
+            if linear == graph.family.embedding and untied:
+                becomes = (name, *untied)
+                reason = f"{reason}; so did {graph.family.head}, which was tied to it"
         elif head is not None and head.tied and name == head.tensor:
             becomes = (name, *encoder.tensor_names(head.linear, head.scheme))
             reason = f"the embedding; {head.linear}, which was tied to it, is {head.scheme.name}"

@@ -22,11 +22,12 @@ def artifact_config(
     *,
     infos: Mapping[str, TensorInfo],
     unused: Mapping[str, UnusedTensor],
+    untied: bool = False,
 ) -> dict[str, Any]:
     """Content of an artifact's config.json.
 
-    Everything else of the source stays. Only a quantized head changes a key: no embedding can be
-    tied to it.
+    Everything else of the source stays. Only a head that is quantized or rotated changes a key: no
+    embedding can be tied to it.
 
     Args:
         config: config.json of the source.
@@ -34,10 +35,11 @@ def artifact_config(
         plan: plan of the artifact.
         infos: tensors of the source.
         unused: tensors of the source that no module has.
+        untied: whether a head that was tied in the source is a tensor of its own.
     """
     schemes = plan.quantized
     own = dict(config)
-    if plan.head is not None:
+    if plan.head is not None or untied:
         own["tie_word_embeddings"] = False
     drafts = _of_drafts(unused) if plan.mtp is None else []
     own["quantization_config"] = FORMAT.quantization_config(

@@ -195,13 +195,12 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Memo
         (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
         *(_rounding(part.algorithm) for part in (plan.head, plan.mtp) if part is not None),
     )
+    turned = 0
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         peaks = (*peaks, (LIBRARIES + 2 * model.head[1], 0))
+        turned = model.outside + (model.head[1] if model.tied else 0)
     result = (
-        sum(encoded)
-        + head_file_bytes(model, plan.head)
-        + mtp_file_bytes(model, plan.mtp)
-        + (model.outside if plan.rotation is not None else 0)
+        sum(encoded) + head_file_bytes(model, plan.head) + mtp_file_bytes(model, plan.mtp) + turned
     )
     scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
     return MemoryNeed(stage="quantize", peaks=peaks, result=result, scratch=scratch)
@@ -228,7 +227,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> MemoryNeed:
     a canary holds one quantized layer, and after the last layer the head as stored.
     """
     layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
-    outside = outside_bytes(model, plan.head, plan.mtp)
+    outside = outside_bytes(model, plan.head, plan.mtp, rotated=plan.rotation is not None)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     peaks: tuple[MemoryPeak, ...] = ((BUFFERS, 0),)

@@ -164,7 +164,7 @@ class Speed:
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Seconds of export: copy what is not linked, hash, read all again for the proof."""
-        outside = outside_bytes(model, plan.head, plan.mtp)
+        outside = outside_bytes(model, plan.head, plan.mtp, rotated=plan.rotation is not None)
         result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 

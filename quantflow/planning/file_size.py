@@ -12,6 +12,7 @@ from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.formats.llama_cpp.encoding import block_type_of
 from quantflow.models.graph import Graph
 from quantflow.models.open import ModelFiles
+from quantflow.planning.head import is_tied
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Export, Quantize
 from quantflow.planning.sizes import (
@@ -46,6 +47,9 @@ def weight_bytes(
     specs: dict[str, Spec] = {
         name: (info.dtype, info.shape) for name, info in infos.items() if name not in replaced
     }
+    if plan.rotation is not None and plan.head is None and is_tied(graph, infos):
+        embedding = infos[f"{graph.family.embedding}.weight"]
+        specs[f"{graph.family.head}.weight"] = (embedding.dtype, embedding.shape)
     for linear, scheme in schemes.items():
         specs |= quantized_specs(linear, scheme, weight_of(infos, plan, linear))
     for layer in graph.layers if plan.kv_cache is not None else ():

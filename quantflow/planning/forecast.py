@@ -65,6 +65,7 @@ from quantflow.planning.sizes import (
     mtp_file_bytes,
     outside_bytes,
     quantized_bytes,
+    untied_bytes,
 )
 from quantflow.progress import Progress
 from quantflow.sources.headers import described
@@ -371,7 +372,7 @@ def _artifact(
         "output_bytes": output_bytes(
             checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)
         ),
-        "tensor_bytes": outside_bytes(model, plan.head, plan.mtp)
+        "tensor_bytes": outside_bytes(model, plan.head, plan.mtp, rotated=plan.rotation is not None)
         + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
@@ -394,7 +395,12 @@ def output_bytes(
     config = len(
         readable_json(
             artifact_config(
-                checkpoint.config, graph, plan, infos=checkpoint.infos, unused=checkpoint.unused
+                checkpoint.config,
+                graph,
+                plan,
+                infos=checkpoint.infos,
+                unused=checkpoint.unused,
+                untied=plan.rotation is not None and model.tied,
             )
         )
     )
@@ -465,7 +471,10 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
             continue
         size = sum(info.nbytes for info in chosen)
         about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
-        table.append({**about, "bytes_before": size, "bytes_after": size})
+        after = size
+        if name.startswith("embeddings"):
+            after += untied_bytes(model, plan.head, rotated=plan.rotation is not None)
+        table.append({**about, "bytes_before": size, "bytes_after": after})
     return table
 
 

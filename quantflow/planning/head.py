@@ -110,6 +110,11 @@ def names_of(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> tuple[str, st
     )
 
 
+def is_tied(graph: Graph, names: Collection[str]) -> bool:
+    """Whether a checkpoint of these tensors has none for the head, which is its embedding then."""
+    return not any(f"{name}.weight" in names for name in (graph.family.head, _MODULE))
+
+
 def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
     """Refuse several ranks for a model whose head is quantized.
 

@@ -15,7 +15,7 @@ from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.formats.llama_cpp import gguf
 from quantflow.models.graph import Graph, text_config
-from quantflow.planning.head import HeadPlan
+from quantflow.planning.head import HeadPlan, is_tied
 from quantflow.planning.mtp import MtpPlan
 
 FORMAT = FORMATS[DEFAULT]
@@ -68,6 +68,7 @@ class ModelSize:
         layers: sizes of the decoder layers.
         outside: stored bytes of the tensors outside the decoder layers.
         head: (elements, stored bytes) of the head's weight; of the embedding where they are tied.
+        tied: whether the head and the embedding are one tensor.
         infos: every source tensor by name.
     """
 
@@ -80,6 +81,7 @@ class ModelSize:
     layers: tuple[LayerSize, ...]
     outside: int
     head: tuple[int, int]
+    tied: bool
     infos: Mapping[str, TensorInfo]
 
     @property
@@ -164,6 +166,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         layers=tuple(layers),
         outside=sum(info.nbytes for info in outside),
         head=(elements_of(head), head.nbytes),
+        tied=is_tied(graph, infos),
         infos=infos,
     )
 
@@ -223,12 +226,21 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
     return specs
 
 
-def outside_bytes(model: ModelSize, head: HeadPlan | None, mtp: MtpPlan | None) -> int:
+def outside_bytes(
+    model: ModelSize, head: HeadPlan | None, mtp: MtpPlan | None, *, rotated: bool
+) -> int:
     """Bytes of the tensors outside the layers after quantization, quantized ones included."""
+    untied = untied_bytes(model, head, rotated=rotated)
     replaced = 0 if head is None or head.tied else model.infos[head.tensor].nbytes
     for name in () if mtp is None else mtp.schemes:
         replaced += model.infos[f"{name}.weight"].nbytes
-    return model.outside + head_file_bytes(model, head) + mtp_file_bytes(model, mtp) - replaced
+    apart = head_file_bytes(model, head) + mtp_file_bytes(model, mtp)
+    return model.outside + untied + apart - replaced
+
+
+def untied_bytes(model: ModelSize, head: HeadPlan | None, *, rotated: bool) -> int:
+    """Bytes of the tensor that a rotation makes of a tied head which is not quantized; else 0."""
+    return model.head[1] if rotated and model.tied and head is None else 0
 
 
 def mtp_file_bytes(model: ModelSize, mtp: MtpPlan | None) -> int:

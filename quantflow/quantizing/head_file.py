@@ -55,7 +55,7 @@ def bring_up_to_date(
         path = checkpoint.folder / file
         if plan.rotation is not None:
             path = output / OUTSIDE
-            info = read_header(path)[0][plan.head.tensor]
+            info = read_header(path)[0][f"{plan.head.linear}.weight"]
         blocks["head"] = head_block(plan.head, path, info)
     if plan.mtp is not None:
         blocks["MTP file"] = mtp_block(plan.mtp, checkpoint)

@@ -1,11 +1,13 @@
 """A checkpoint whose model is rotated while it is read: every tensor is the rotated model's.
 
 So the rotated model runs layer by layer like any other, and is never in memory or on disk as a
-whole. Linears that will be quantized come in float32, everything else in the dtype in which it is
-stored, as the artifact will hold it. Where a linear's input is rotated at run time, in blocks,
-`fill_` gives the linear a hook that does so, and `empty_` takes it away.
+whole. A head that is tied to the embedding is a tensor of its own in it, since a rotation changes
+the two differently. Linears that will be quantized come in float32, everything else in the dtype in
+which it is stored, as the artifact will hold it. Where a linear's input is rotated at run time, in
+blocks, `fill_` gives the linear a hook that does so, and `empty_` takes it away.
 """
 
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -19,13 +21,13 @@ from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import HadamardRotation, mixed
-from quantflow.errors import UnsupportedError
 from quantflow.files.checkpoint import Checkpoint
-from quantflow.models.graph import Graph, LinearGroup
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.models.graph import Graph, LinearGroup, text_config
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_
 from quantflow.models.read_ahead import ReadAhead
-from quantflow.models.residual import Residual, residual_of
+from quantflow.models.residual import residual_of
 from quantflow.numerics import output_blocks
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
@@ -57,15 +59,18 @@ class Rotated:
             blocks: linear whose input is rotated while the model runs -> channels of one block.
 
         Raises:
-            UnsupportedError: rotations do not go through the family's norms, or its head is its
-                embedding.
+            UnsupportedError: rotations do not go through the family's norms.
         """
         self.rotations = rotations
         self._source, self._graph = source, graph
         self._quantized, self._blocks = frozenset(quantized), dict(blocks)
         self._hooks: dict[str, Any] = {}  # source name -> what takes its hook away
         self._residual = residual_of(graph)
-        _refuse_tied(self._residual, source.names)
+        self._head, self._embedding = (
+            f"{name}.weight" for name in (self._residual.head, self._residual.embedding)
+        )
+        self._tied = self._head not in source.names
+        self._config = _untied(source.config) if self._tied else source.config
         head = None if self._residual.gated_heads else rotations.head
         per_head: list[LinearGroup] = [
             group
@@ -87,21 +92,23 @@ class Rotated:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The source's configuration."""
-        return self._source.config
+        """The source's configuration, which ties nothing where the source ties the head."""
+        return self._config
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every source name."""
-        return self._source.names
+        """Every source name, and that of a head that is tied in the source."""
+        return (*self._source.names, *([self._head] if self._tied else []))
 
     @property
     def outside(self) -> tuple[str, ...]:
         """The tensors outside the layers that are rotated."""
-        residual = self._residual
-        return tuple(
-            f"{name}.weight" for name in (residual.embedding, residual.norm, residual.head)
-        )
+        return (self._embedding, f"{self._residual.norm}.weight", self._head)
+
+    def info(self, name: str) -> TensorInfo:
+        """The header of a tensor in the source; a tied head's is the embedding's."""
+        stored = self._embedding if self._tied and name == self._head else name
+        return self.checkpoint.infos[stored]
 
     def changes(self, name: str) -> bool:
         """Whether the rotated model's tensor differs from the source's."""
@@ -150,7 +157,7 @@ class Rotated:
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
         """Read rows [n] of a matrix, [n, columns]; the embedding's are rotated."""
         found = self._source.read_rows(name, rows)
-        if name != f"{self._residual.embedding}.weight":
+        if name != self._embedding:
             return found
         turned = hadamard.residual(found, self.rotations.residual)
         return cast(name, turned, found.dtype, remedy=WIDER_MODEL)
@@ -216,15 +223,15 @@ class Rotated:
             handle.remove()
 
     def _read(self, name: str) -> Tensor:
-        (stored,) = self._source.read([name]).values()
+        (stored,) = self._source.read([self.info(name).name]).values()
         module, _, leaf = name.rpartition(".")
         by = self.rotations.residual
         residual = self._residual
         if module in self._norms:
             return torch.zeros_like(stored) if residual.unit_offset else torch.ones_like(stored)
-        if name == f"{residual.embedding}.weight":
+        if name == self._embedding:
             return _embedding(name, stored, by)
-        if name == f"{residual.head}.weight":
+        if name == self._head:
             return hadamard.reader(
                 stored, self._norm(residual.norm), by, dtype=stored.dtype, name=name
             )
@@ -233,7 +240,7 @@ class Rotated:
         dtype = (
             torch.float32
             if module in self._quantized and leaf == "weight"
-            else DTYPES[self.checkpoint.infos[name].dtype]
+            else DTYPES[self.info(name).dtype]
         )
         return cast(name, self._linear(stored, module, leaf=leaf), dtype, remedy=WIDER_MODEL)
 
@@ -264,19 +271,12 @@ def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> 
     return (mixed(inputs[0], block), *inputs[1:])
 
 
-def _refuse_tied(residual: Residual, names: Collection[str]) -> None:
-    """Refuse a head that is the embedding.
-
-    Raises:
-        UnsupportedError: naming both.
-    """
-    if f"{residual.head}.weight" not in names:
-        raise UnsupportedError(
-            f"hadamard: {residual.head}.weight is tied to {residual.embedding}.weight, a "
-            "rotation changes them differently",
-            "leave hadamard out, or untie the model: save it with both tensors and "
-            "tie_word_embeddings false",
-        )
+def _untied(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same configuration of a model whose head is a tensor of its own."""
+    untied = copy.deepcopy(config)
+    untied.tie_word_embeddings = False
+    text_config(untied).tie_word_embeddings = False
+    return untied
 
 
 def _embedding(name: str, stored: Tensor, by: HadamardRotation) -> Tensor:

@@ -102,11 +102,15 @@ def _turned(stream: LayerStream, hidden: Tensor, by: HadamardRotation) -> Tensor
 
 def write_outside(folder: Path, rotated: Rotated) -> None:
     """Write the rotated tensors outside the layers, one in memory at a time."""
-    infos = rotated.checkpoint.infos
     path = folder / OUTSIDE
     temporary = disk.temporary_for(path)
     with Writer(
-        temporary, {name: (infos[name].dtype, infos[name].shape) for name in rotated.outside}
+        temporary,
+        {
+            name: (info.dtype, info.shape)
+            for name in rotated.outside
+            for info in [rotated.info(name)]
+        },
     ) as writer:
         for name in rotated.outside:
             writer.write(name, bytes_of(rotated.read([name])[name]))

@@ -378,16 +378,17 @@ def test_the_proof_holds_and_one_changed_bit_of_the_head_breaks_it(
         prove(artifact, quantized, models[name], workers=SEQUENTIAL)
 
 
-def test_a_rotated_models_head_is_rotated_first_and_rounded_then(make, models):
-    recipe = models["untied"].parent / "rotated.yaml"
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_a_rotated_models_head_is_rotated_first_and_rounded_then(make, models, name):
+    recipe = models[name].parent / "rotated.yaml"
     entry = {
         "name": "x",
         "scheme": "W8A16",
         "transforms": ["hadamard"],
         "head": {"scheme": "W8A16"},
     }
-    recipe.write_text(json.dumps({"model": str(models["untied"]), "quantize": [entry]}))
-    quantized, artifact = make("untied", "--recipe", str(recipe))
+    recipe.write_text(json.dumps({"model": str(models[name]), "quantize": [entry]}))
+    quantized, artifact = make(name, "--recipe", str(recipe))
     rotated, found = (
         load_file(quantized / "outside.safetensors"),
         load_file(artifact / "model.safetensors"),
@@ -397,27 +398,54 @@ def test_a_rotated_models_head_is_rotated_first_and_rounded_then(make, models):
     assert torch.equal(found["lm_head.weight_scale"], scale)
     # folded into the head
     assert torch.equal(found["model.norm.weight"], torch.ones_like(found["model.norm.weight"]))
-    prove(artifact, quantized, models["untied"], workers=SEQUENTIAL)
+    assert "lm_head.weight" not in found
+    prove(artifact, quantized, models[name], workers=SEQUENTIAL)
     with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)(
-            IDS
-        ).logits
+        plain = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)(IDS).logits
         logits = load(artifact, backend="reference").model(IDS).logits
     # 8 bits, and bfloat16 of the rotated weights
     assert float((logits - plain).norm() / plain.norm()) < 0.03
 
 
-def test_a_tied_model_that_is_rotated_is_refused_with_the_way_out(models, tmp_path, capsys):
-    recipe = tmp_path / "rotated.yaml"
-    entry = {
-        "name": "x",
-        "scheme": "W8A16",
-        "transforms": ["hadamard"],
-        "head": {"scheme": "W8A16"},
-    }
-    recipe.write_text(json.dumps({"model": str(models["tied"]), "quantize": [entry]}))
-    assert run("quantize", models["tied"], "-o", tmp_path / "q", "--recipe", recipe) == 6
-    assert "untie the model" in capsys.readouterr().err
+def test_a_tied_head_of_a_rotated_model_is_a_tensor_of_its_own(models, tmp_path, capsys):
+    """A rotation folds the last norm into the head alone, so the two differ."""
+    model = shutil.copytree(models["tied"], tmp_path / "model")
+    source = load_file(model / "model.safetensors")
+    source["model.norm.weight"] *= torch.linspace(0.5, 2, 64).to(torch.bfloat16)
+    save_file(source, model / "model.safetensors", metadata={"format": "pt"})
+    quantized, artifact = tmp_path / "q", tmp_path / "a"
+    words = ("--scheme", "W8A16", "--set", 'quantize.0.transforms=["hadamard"]')
+    assert run("quantize", model, "-o", quantized, *words, "--export", artifact) == 0
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"name": "x", "scheme": "W8A16", "transforms": ["hadamard"]}
+    recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))
+    capsys.readouterr()
+    assert run("plan", recipe, "--json") == 0
+    (planned,) = json.loads(capsys.readouterr().out)["artifacts"]
+    infos = open_artifact(artifact).checkpoint.infos
+    assert planned["tensor_bytes"] == sum(info.nbytes for info in infos.values())
+    assert sum(row["bytes_after"] for row in planned["schemes"]) == planned["tensor_bytes"]
+    size = sum(path.stat().st_size for path in artifact.iterdir())
+    assert planned["output_bytes"] == pytest.approx(size, rel=0.02)
+    found = load_file(artifact / "model.safetensors")
+    head, embedding = found["lm_head.weight"], found["model.embed_tokens.weight"]
+    assert head.shape == embedding.shape and not torch.equal(head, embedding)
+    lengths = [tensor.float().norm(dim=1) for tensor in (embedding, source[WEIGHTS["tied"]])]
+    torch.testing.assert_close(*lengths, rtol=1e-2, atol=0)
+    assert json.loads((artifact / "config.json").read_text())["tie_word_embeddings"] is False
+    ledger = Ledger.from_json(read_manifest(artifact)["ledger"])
+    (entry,) = [each for each in ledger.tensors if each.name == WEIGHTS["tied"]]
+    assert entry.becomes == (WEIGHTS["tied"], "lm_head.weight")
+    assert "lm_head, which was tied to it" in entry.reason
+    prove(artifact, quantized, model, workers=SEQUENTIAL)
+    assert verify(artifact)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(IDS)
+        stock = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32)(IDS).logits
+    logits = load(artifact, backend="reference").model(IDS).logits
+    # 8 bits, and bfloat16 of the rotated weights
+    assert float((logits - plain.logits).norm() / plain.logits.norm()) < 0.03
+    assert float((stock - plain.logits).norm() / plain.logits.norm()) < 0.03
 
 
 @pytest.mark.parametrize("way", ["tensors", "canary"])

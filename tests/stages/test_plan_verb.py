@@ -283,7 +283,7 @@ def model_with(heads, kv_heads, rows, columns):
         "outside": 0,
         "head": (0, 0),
     }
-    return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(
+    return ModelSize(heads=heads, kv_heads=kv_heads, tied=False, infos=infos, **sizes), Graph(
         family=UNTRACED["llama"], layers=(layer,)
     )
 

@@ -28,7 +28,7 @@ from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.runtime.load import load
-from tests.shared import slow_but
+from tests.shared import run, slow_but
 
 QUIET = ProgressLine(quiet=True)
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
@@ -416,17 +416,37 @@ def test_a_family_whose_norms_subtract_the_mean_is_not_rotated(family_model, tmp
         quantized(family_model("gpt_neox"), None, tmp_path / "q", HADAMARD)
 
 
-def test_a_tied_head_is_not_rotated(family_model, tmp_path):
-    model = shutil.copytree(family_model("llama"), tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UnsupportedError, match="lm_head.weight is tied to model.embed_tokens.weight"
-    ):
-        quantized(model, None, tmp_path / "q", HADAMARD)
+@pytest.mark.parametrize("way", ["a measurement beside text", "one command", "a recipe", "a plan"])
+def test_a_family_that_is_not_rotated_is_refused_before_it_is_measured(
+    family_model, text_files, tmp_path, capsys, way
+):
+    model, text = family_model("gpt_neox"), str(text_files["calibration"])
+    entry = {"name": "x", "scheme": "W4A16", "algorithm": "gptq", "transforms": ["hadamard"]}
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        json.dumps({"model": str(model), "calibration": {"source": text}, "quantize": [entry]})
+    )
+    made, measured = tmp_path / "out", tmp_path / "measured"
+    words = ("--scheme", "W4A16", "--algorithm", "gptq", "--calibration", text)
+    turned = ("--set", 'quantize.0.transforms=["hadamard"]')
+    lines = {
+        "a measurement beside text": (
+            "quantize",
+            model,
+            *words,
+            *turned,
+            "--measurement",
+            measured,
+        ),
+        "one command": ("quantize", model, *words, *turned),
+        "a recipe": ("run", recipe),
+        "a plan": ("plan", recipe),
+    }
+    output = () if way == "a plan" else ("-o", made)
+    assert run(*lines[way], *output) == 6
+    told = capsys.readouterr()
+    assert "leave hadamard out" in told.err and "measure:" not in told.err + told.out
+    assert not measured.exists() and not (made / "1-measure").exists()
 
 
 def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(

@@ -37,7 +37,9 @@ from quantflow.measuring.routing import routed_key
 from quantflow.measuring.stored import Deferred, Later, spec_of
 from quantflow.observers.amax import AMAX
 from quantflow.observers.keys import Key, by_site, is_matrix
+from quantflow.process_memory import give_back_holes
 
+_SITES = 64  # so many are merged between two calls, each of which takes milliseconds
 RankMesh = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
 
@@ -191,7 +193,9 @@ def _merge_statistics(grid: RankMesh) -> tuple[Deferred, _Account]:
     merged = dict[str, Tensor]()
     later = dict[str, Later]()
     texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
-    for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
+    for number, ((name, site), statistics) in enumerate(by_site(dict.fromkeys(texts)).items()):
+        if number % _SITES == 0:  # what the parts of a statistic leave between merged ones
+            give_back_holes()
         first = grid[0][0].meta["tensors"][name]
         rows = [
             [member for member in row if _is_at(member, name, site, statistics)] for row in grid
