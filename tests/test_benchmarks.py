@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
@@ -301,6 +301,27 @@ def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(
         assert candidate.bits == bits
     else:
         assert 8 < candidate.bits < 8.6  # a float32 scale per 64 or 128 inputs, or per linear
+
+
+def test_a_head_that_a_rotation_untied_is_scored_as_a_head_of_its_own(part, llama, tmp_path):
+    model = shutil.copytree(llama, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    tensors["model.norm.weight"] *= 3
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    entry = Quantize(name="x", scheme="W8A16", algorithm="rtn", transforms=({"hadamard": {}},))
+    done = quantize.run(QuantizeJob(model=model, output=tmp_path / "q", entry=entry), QUIET)
+    artifact = export.run(ExportJob(source=done, output=tmp_path / "a"), QUIET)
+    module, windows = part("_accuracy.score"), [torch.arange(5, 65), torch.arange(100, 140)]
+    judge = module.Judge(model, windows)
+    candidate = module.of_artifact(artifact, judge.source, inputs="stored")
+    assert "lm_head.weight" in candidate.changed
+    original = logits_of(load_model(open_source(model), dtype=torch.float32))
+    running = logits_of(load(artifact, backend="reference", exact=True).model)
+    kld = torch.cat([score(original(row), running(row), row).kld for row in windows])
+    assert judge.score(candidate)["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4)
 
 
 def test_a_linear_that_was_left_out_is_refused(part, llama, smoothed):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Candidate:
     Attributes:
         weights: source name of each quantized linear -> its dequantized weight [O, I] float32.
         changed: source name -> the other tensors that are no longer the source's, such as smoothed
-            norms.
+            norms, or that it lacks: a head that is tied to the embedding there.
         inputs: source name of a linear -> how its input is rounded; those that are not are left
             out.
         stored: bytes of packed weights, scales and zero points.
@@ -119,9 +120,11 @@ def of_artifact(folder: Path, source: Source, *, inputs: Inputs) -> Candidate:
         each[name] = sum(artifact.checkpoint.infos[part].nbytes for part in parts)
     quantized = {f"{name}.weight" for name in weights}
     others = artifact.read([name for name in artifact.names if name not in quantized])
-    before = source.read(others)
+    before = source.read(set(others).intersection(source.names))
     changed = {
-        name: tensor for name, tensor in others.items() if not torch.equal(tensor, before[name])
+        name: tensor
+        for name, tensor in others.items()
+        if name not in before or not torch.equal(tensor, before[name])
     }
     return Candidate(
         weights=weights, changed=changed, inputs=entering, stored=sum(each.values()), each=each
@@ -231,6 +234,9 @@ def put_(model: nn.Module, candidate: Candidate) -> None:
         Failed: a weight of another shape.
     """
     names = NameMap(model)  # type: ignore[arg-type]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if {"lm_head.weight", "embed_out.weight"} & candidate.changed.keys():
+        head.weight = nn.Parameter(head.weight.detach().clone())  # no longer the embedding's
     for name, tensor in {
         **{f"{key}.weight": value for key, value in candidate.weights.items()},
         **candidate.changed,
