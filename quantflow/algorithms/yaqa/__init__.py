@@ -66,7 +66,7 @@ from quantflow.observers.hessian import HESSIAN_SUM, checked_hessian
 NAME: str = "yaqa"
 NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name, GRADIENT_SUM.name)
 BY_ROW: bool = False
-VERSION: int = 3
+VERSION: int = 4
 TO_NEAREST: bool = False
 ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
@@ -78,8 +78,10 @@ SUPPORTS = Supports(
 _ROWS = 8  # rows of a block, rounded side by side
 _SWEEPS = 2
 # Larger than gptq's: a gradient stands for one draw of a label, and its sum is noisier than the
-# inputs'.
-_GRADIENT_DAMPINGS = (0.03, 0.3, 3.0)
+# inputs'. And G is that of the original model: the farther the quantized one lies from it, the more
+# matter outputs that hardly matter to the original. docs/accuracy.md has what others cost.
+_GRADIENT_DAMPINGS = (0.3, 3.0)
+_FAR_DAMPINGS = (3.0, 30.0)  # where inputs have 4 bits and scales of powers of two
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
@@ -191,7 +193,7 @@ def quantize_group(
             sums,
             name=name,
             statistic=GRADIENT_SUM.name,
-            dampings=_GRADIENT_DAMPINGS,
+            dampings=_dampings(scheme),
             order=torch.cat(parts),
         )
         problem = Problem(
@@ -234,6 +236,13 @@ def quantize_group(
         name: replace(result, decisions={**result.decisions, **errors[name]})
         for name, result in joined.items()
     }
+
+
+def _dampings(scheme: LinearScheme) -> tuple[float, ...]:
+    """Dampings of G, as fractions of its mean diagonal, in the order in which they are tried."""
+    inputs = scheme.input
+    far = inputs is not None and inputs.code_bits < 8 and inputs.scale_format == "e8m0"
+    return _FAR_DAMPINGS if far else _GRADIENT_DAMPINGS
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:

@@ -66,7 +66,7 @@ def damped(matrix, by):
 
 
 def sides(statistics):
-    return damped(statistics["w|gradient_sum"], 0.03), damped(statistics["hessian_sum"], 0.01)
+    return damped(statistics["w|gradient_sum"], 0.3), damped(statistics["hessian_sum"], 0.01)
 
 
 def loss_of(errors, statistics):
@@ -126,8 +126,8 @@ def by_hand():
 
 
 def test_a_row_makes_up_for_another_worked_by_hand(monkeypatch):
-    # The last row comes first: 3.4 rounds to 3, error 0.4. G is damped by 0.03 * 3, so the first
-    # row is owed 0.4 * 2 / 2.09 = 0.383: 2.3 becomes 2.683 and rounds to 3, not 2.
+    # The last row comes first: 3.4 rounds to 3, error 0.4. G is damped by 0.3 * 3, so the first
+    # row is owed 0.4 * 2 / 2.9 = 0.276: 2.3 becomes 2.576 and rounds to 3, not 2.
     monkeypatch.setattr(yaqa, "_ROWS", 1)
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = by_hand()
@@ -137,21 +137,21 @@ def test_a_row_makes_up_for_another_worked_by_hand(monkeypatch):
 
 
 def test_descent_worked_by_hand():
-    # Side by side the rows round to 2 and 3, errors 0.3 and 0.4: 2.09 * 0.09 + 4 * 0.12 + 4.09 *
-    # 0.16 = 1.3225. The first one's step to 3 leaves -0.7 and 0.4: 1.0241 - 1.12 + 0.6544 = 0.5585.
-    # Alone the second one's to 4 would leave 0.9405. Scales that fit better are within 0.001 of 15
+    # Side by side the rows round to 2 and 3, errors 0.3 and 0.4: 2.9 * 0.09 + 4 * 0.12 + 4.9 * 0.16
+    # = 1.525. The first one's step to 3 leaves -0.7 and 0.4: 1.421 - 1.12 + 0.784 = 1.085. Alone the
+    # second one's to 4 would leave 1.305. Scales that fit better are within 0.001 of 15
     # / 16, nearer to it than to the next of bfloat16.
     weight, statistics = by_hand()
     result = run(weight, W4_CHANNEL, statistics, scale_dtype=torch.bfloat16)
     assert result.weight.scale.tolist() == [[0.9375], [0.9375]]
     assert result.weight.qvalue.tolist() == [[-8, 3], [-8, 3]]
     loss, start = result.decisions.pop("loss"), result.decisions.pop("loss_start")
-    assert loss / start == pytest.approx(0.5585 / 1.3225, rel=1e-5)
+    assert loss / start == pytest.approx(1.085 / 1.525, rel=1e-5)
     assert result.decisions == {
         "damping": 0.01,
         "attempts": 1,
         "dead_channels": 0,
-        "gradient_damping": 0.03,
+        "gradient_damping": 0.3,
         "order": "hessian_diagonal",
         "tokens": 1,
         "zero_groups": 0,
@@ -313,6 +313,17 @@ def test_the_models_error_gets_smaller_and_that_of_the_outputs_larger(scheme):  
     assert loss_of(ours, statistics) < 0.8 * loss_of(theirs, statistics)
     hessian = statistics["hessian_sum"]
     assert (ours @ hessian @ ours.T).trace() > (theirs @ hessian @ theirs.T).trace()
+
+
+def test_gradients_count_less_where_inputs_are_rounded_most():
+    weight, statistics = random(64, 64, seed=2), statistics_of(64, 64, seed=2)
+    rough, exact = (run(weight, preset(name), statistics) for name in ("MXFP4", "MXFP4A16"))
+    assert rough.decisions["gradient_damping"] == 3.0
+    assert exact.decisions["gradient_damping"] == 0.3
+    errors = [weight - each.weight.dequantize() for each in (rough, exact)]
+    losses = [loss_of(error, statistics) for error in errors]
+    outputs = [(error @ statistics["hessian_sum"] @ error.T).trace() for error in errors]
+    assert losses[0] > losses[1] and outputs[0] < outputs[1]
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT4], ids=[*IDS, *FLOAT4_IDS])

@@ -181,7 +181,7 @@ def test_a_rotated_model_is_rounded_by_rotated_gradients_and_smoothed(llama, mea
 def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
     record = json.loads((best / "layers" / "00001.json").read_text())
     decisions = record["decisions"]["model.layers.1.self_attn.o_proj"]
-    assert decisions["gradient_damping"] == 0.03 and decisions["damping"] == 0.01
+    assert decisions["gradient_damping"] == 0.3 and decisions["damping"] == 0.01
     assert 0 < decisions["loss"] < decisions["loss_start"] < 1
     assert decisions["moved"] > 0
     assert json.loads((best / "quantize.json").read_text())["plan"]["algorithm"] == "yaqa"
