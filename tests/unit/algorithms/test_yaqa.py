@@ -138,9 +138,9 @@ def test_a_row_makes_up_for_another_worked_by_hand(monkeypatch):
 
 def test_descent_worked_by_hand():
     # Side by side the rows round to 2 and 3, errors 0.3 and 0.4: 2.9 * 0.09 + 4 * 0.12 + 4.9 * 0.16
-    # = 1.525. The first one's step to 3 leaves -0.7 and 0.4: 1.421 - 1.12 + 0.784 = 1.085. Alone the
-    # second one's to 4 would leave 1.305. Scales that fit better are within 0.001 of 15
-    # / 16, nearer to it than to the next of bfloat16.
+    # = 1.525. The first one's step to 3 leaves -0.7 and 0.4: 1.421 - 1.12 + 0.784 = 1.085. The
+    # second one's to 4, alone, would leave 1.305. Scales that fit better are within 0.001 of 15 /
+    # 16, nearer to it than to the next of bfloat16.
     weight, statistics = by_hand()
     result = run(weight, W4_CHANNEL, statistics, scale_dtype=torch.bfloat16)
     assert result.weight.scale.tolist() == [[0.9375], [0.9375]]
