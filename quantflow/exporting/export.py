@@ -272,7 +272,7 @@ def _write(
         plan,
         infos=checkpoint.infos,
         unused=checkpoint.unused,
-        untied=not rotated <= set(checkpoint.located),
+        untied=not rotated <= set(checkpoint.infos),
     )
     disk.write_file(folder / CONFIG, readable_json(config))
     changed = {name for layer in layers for name in layer["changed"]} | rotated

@@ -33,7 +33,7 @@ def tensor_entries(
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     weight = f"{graph.family.head}.weight"
     untied: tuple[str, ...] = ()
-    if weight in changed and weight not in source.checkpoint.located:
+    if weight in changed and weight not in source.checkpoint.infos:
         untied = (weight,) if head is None else encoder.tensor_names(head.linear, head.scheme)
     entries = []
     for name, (_, info) in source.checkpoint.located.items():
