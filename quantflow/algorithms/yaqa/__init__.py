@@ -78,8 +78,8 @@ SUPPORTS = Supports(
 _ROWS = 8  # rows of a block, rounded side by side
 _SWEEPS = 2
 # Larger than gptq's: a gradient stands for one draw of a label, and its sum is noisier than the
-# inputs'. And G is that of the original model: the farther the quantized one lies from it, the more
-# matter outputs that hardly matter to the original. docs/accuracy.md has what others give.
+# inputs'. And G is that of the original model, which the quantized one has left. docs/accuracy.md
+# has what other shares give.
 _GRADIENT_DAMPINGS = (0.3, 3.0)
 _FAR_DAMPINGS = (3.0, 30.0)  # where inputs have 4 bits and scales of powers of two
 
