@@ -88,6 +88,10 @@ FLOAT4 = {
 }
 # Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
+# `best` with calibration text that the model writes beside the given one, three sequences for each
+# of SAMPLES, and tuned for as many steps as show it all of them once.
+SYNTHETIC = ("--synthetic", "192")
+TUNED_ON_IT = ("--tune", "64")
 LLAMA_CPP = (
     "Q8_0",
     "Q6_K",
@@ -253,6 +257,14 @@ def _ours(place: Place) -> Iterator[Row]:
             yield replace(
                 row, program=f"{row.program} {transform}", commands=((*command, *options),)
             )
+    for scheme in place.weights:
+        if scheme.symmetric and scheme.bits < 8:
+            options = ("--group-size", str(scheme.group), *SYNTHETIC, *TUNED_ON_IT)
+            row = _our_row(place, "best", name=scheme.name, scheme=scheme.preset, options=options)
+            yield replace(row, program=f"{row.program} synthetic")
+    for name in FLOAT4:
+        row = _our_row(place, "best", name=name, scheme=name, options=SYNTHETIC)
+        yield replace(row, program=f"{row.program} synthetic")
 
 
 def _our_row(

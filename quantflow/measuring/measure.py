@@ -34,6 +34,7 @@ from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import (
     die_with_parent,
     launch,
+    launched_folder,
     launched_rank,
     own_device,
     require_trust,
@@ -48,7 +49,7 @@ from quantflow.files.digests import Digests
 from quantflow.files.origin import origin_of
 from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder, refuse_other_world
-from quantflow.measuring import replicas
+from quantflow.measuring import replicas, synthetic
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.observe import Observation, products_of
 from quantflow.measuring.record import (
@@ -99,6 +100,15 @@ def run(job: MeasureJob, progress: Progress) -> Path:
     _sizes(job, world)
     _check_compute(job, world=world)
     refuse_other_world(job.output, world)
+    if job.calibration.synthetic and launched_folder() is None:
+        if launched is not None:
+            raise UsageError(
+                f"measure: synthetic={job.calibration.synthetic} under torchrun",
+                f"let one process write the text, `measure --synthetic {job.calibration.synthetic} "
+                f"--stats amax`, and give all ranks its {synthetic.NAME}/{CALIBRATION_NAME} as "
+                "--calibration",
+            )
+        job = _with_synthetic(job, progress)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
     elif job.options.ranks > 1:
@@ -106,6 +116,20 @@ def run(job: MeasureJob, progress: Progress) -> Path:
     else:
         _measure_rank(job, progress, rank=0, world=1)
     return job.output
+
+
+def _with_synthetic(job: MeasureJob, progress: Progress) -> MeasureJob:
+    """The job whose text is the given one and what the model writes, which is written now."""
+    source = open_source(job.model)
+    _check_fit(job, graph_for(source.config), tp=_sizes(job, job.options.ranks)[1])
+    _, sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed)
+    every = _inputs(job, source, Digests(job.output / HASHES), world=job.options.ranks)
+    inputs = {
+        **{name: every[name] for name in ("model", "tokenizer", "calibration", "seed", "tools")},
+        **_device(job).key(),
+    }
+    with torch.no_grad(), _device(job).deterministic():
+        return synthetic.with_written(job, source, sequences, inputs=inputs, progress=progress)
 
 
 def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
@@ -269,7 +293,11 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
         "calibration": {
-            **asdict(job.calibration),
+            **{
+                name: value
+                for name, value in asdict(job.calibration).items()
+                if value or name != "synthetic"
+            },
             "pack": job.calibration.packs,
             "source": text_digest(Path(str(job.calibration.source))),
         },
@@ -525,6 +553,7 @@ def _meta(
             "tokens": sum(len(s) for s in sequences),
             "sequence_length": max(len(s) for s in sequences),
             **({"left_out": left_out} if left_out else {}),
+            **({"synthetic": job.calibration.synthetic} if job.calibration.synthetic else {}),
         },
         "observers": list(_stats(job)),
         **({"experts": job.options.experts or ROUTED} if graph.sparse else {}),

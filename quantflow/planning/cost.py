@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
 from quantflow.core import groups
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS, logit_rows
@@ -52,6 +54,7 @@ FILES_BASE = 240_000_000  # a process with Python, torch and quantflow: 237 to 2
 MODEL_BASE = 360_000_000
 # Code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB.
 LIBRARIES = 30_000_000
+WRITTEN_AT_ONCE = 32  # sequences of a batch that the model writes; it decides what they are
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # through which files are copied, compared and decoded
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
@@ -145,6 +148,28 @@ def need_measure(
             (LIBRARIES + layer_in_memory(model.layer) + sums + parts, back + sums),
         )
     return MemoryNeed(stage="measure", peaks=peaks, result=ids + statistics, scratch=scratch)
+
+
+def need_synthetic(
+    model: ModelSize, *, length: int, dtype: torch.dtype, sequences: int = 0
+) -> MemoryNeed:
+    """Memory and disk of calibration text that the model writes: the model and its cache.
+
+    Args:
+        model: sizes of the model.
+        length: tokens of the longest sequence.
+        dtype: dtype of the weights and the cache.
+        sequences: sequences of the file, those of the given text among them.
+    """
+    tokens = WRITTEN_AT_ONCE * length
+    cache = 2 * tokens * len(model.layers) * model.kv_heads * model.head_dim * dtype.itemsize
+    weights = sum(map(elements_of, model.infos.values())) * dtype.itemsize
+    logits = 4 * FLOAT * WRITTEN_AT_ONCE * model.vocabulary
+    return MemoryNeed(
+        stage="measure",
+        peaks=((LIBRARIES + weights + cache + logits, 0),),
+        result=8 * sequences * length,
+    )
 
 
 def need_choice(model: ModelSize) -> MemoryNeed:

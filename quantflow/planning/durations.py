@@ -110,6 +110,16 @@ class Speed:
         hidden = 2 * self.written * FLOAT * model.between * tokens * len(model.layers)
         return hashing + self._while_read(model, running / self.units) + hidden
 
+    def write_text(self, model: ModelSize, tokens: int) -> float:
+        """Seconds in which the model writes so many tokens of calibration text.
+
+        Drawn one after the other, in batches, a token takes the time of two that a layer runs in
+        a sequence (tiny-llama on an AMD EPYC, Zen 5).
+        """
+        head = self.run * model.head[0] / max(layer.elements for layer in model.layers)
+        layers = self.run * len(model.layers)
+        return self._while_read(model, 2 * (layers + head) * tokens / self.units)
+
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Seconds of quantize, on the path that the plan takes."""
         head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])

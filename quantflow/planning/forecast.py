@@ -22,6 +22,7 @@ import torch
 from quantflow import cpu_threads, process_memory
 from quantflow.accelerators import is_gpu, kind_of
 from quantflow.algorithms import TUNE
+from quantflow.core.determinism import products
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
@@ -40,6 +41,7 @@ from quantflow.planning.cost import (
     need_files,
     need_layers,
     need_measure,
+    need_synthetic,
     need_validate,
 )
 from quantflow.planning.device_memory import (
@@ -228,13 +230,23 @@ def _stages(
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
         counts = counts_in_measure(recipe.quantize)
-        seconds = took(lambda each: each.measure(model, share, stats, counts=counts))
+        own = recipe.calibration.synthetic
+        seconds = took(
+            lambda each: (
+                each.measure(model, share, stats, counts=counts)
+                + (each.write_text(model, own * max(lengths)) if own else 0)
+            )
+        )
+        need = need_measure(model, lengths=share, stats=stats, counts=counts)
+        if own:
+            write = need_synthetic(model, length=max(lengths), dtype=products(HOST))
+            need = replace(need, peaks=(*need.peaks, *write.peaks))
         there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
         stages.append(
             _stage(
                 "measure",
                 None,
-                need_measure(model, lengths=share, stats=stats, counts=counts),
+                need,
                 job,
                 seconds,
                 there=there,
@@ -285,9 +297,9 @@ def _token(model: ModelSize, plan: Plan) -> dict[str, Any]:
 
 def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
     longest = int(getattr(text_config(config), "max_position_embeddings", None) or 2048)
-    return [
-        recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)
-    ] * recipe.calibration.samples
+    return [recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)] * (
+        recipe.calibration.samples + recipe.calibration.synthetic
+    )
 
 
 def _stage(

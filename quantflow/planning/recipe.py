@@ -160,6 +160,17 @@ class Calibration:
         "--pack/--no-pack",
         help="Join documents into full sequences (default: those of .txt).",
     )
+    synthetic: int = setting(
+        0,
+        "--synthetic",
+        least=0,
+        help={
+            "measure": "Sequences that MODEL itself writes, added to the text; the model is then "
+            "in memory (default 0).",
+            "quantize": "Sequences that MODEL itself writes where it measures (default 0).",
+            "plan": "Sequences that the model itself writes (default 0).",
+        },
+    )
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
