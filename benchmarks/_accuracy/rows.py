@@ -88,9 +88,8 @@ FLOAT4 = {
 }
 # Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
-# `best` with calibration text that the model writes beside the given one, three sequences for each
-# of SAMPLES, and tuned for as many steps as show it all of them once.
-SYNTHETIC = ("--synthetic", "192")
+# `best` with as much calibration text again, which the model writes, and twice the steps.
+SYNTHETIC = ("--synthetic", "64")
 TUNED_ON_IT = ("--tune", "64")
 LLAMA_CPP = (
     "Q8_0",

@@ -20,6 +20,7 @@ from quantflow.measuring.record import read_measurement
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, Measure, Quantize, Resources
 from quantflow.progress import SILENT, Silent
+from tests.conftest import DISCOVERED, FAMILIES
 
 GIVEN, LENGTH, OWN = 4, 24, 6
 
@@ -191,3 +192,19 @@ def test_an_artifact_is_made_with_it(llama, tmp_path, text):
     assert len(measured.sequences) == GIVEN + OWN
     manifest = read_json(job.output / MANIFEST_NAME)
     assert manifest["measurement"]["calibration"]["synthetic"] == OWN
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("mixtral", "gpt_neox") else pytest.mark.slow)
+        for name in (*FAMILIES, *DISCOVERED)
+    ],
+)
+def test_every_family_writes(family_model, tmp_path, text, family):
+    job = _job(family_model(family), tmp_path / "m", text, own=3)
+    job = replace(job, options=Measure(stats=()))
+    _, every = _measured(job)
+    assert [len(sequence) for sequence in every] == [LENGTH] * (GIVEN + 3)
+    # what is drawn is compared above, for one family; here every family draws
+    assert len({tuple(sequence[LENGTH // 2 :]) for sequence in every[GIVEN:]}) == 3
