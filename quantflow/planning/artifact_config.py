@@ -13,6 +13,7 @@ from quantflow.planning.stock_transformers import for_transformers
 
 FORMAT = FORMATS[DEFAULT]
 _HEADS = ("lm_head", "embed_out")
+TIED = "tie_word_embeddings"
 
 
 def artifact_config(
@@ -40,7 +41,7 @@ def artifact_config(
     schemes = plan.quantized
     own = dict(config)
     if plan.head is not None or untied:
-        own["tie_word_embeddings"] = False
+        own = {**_untied(config), TIED: False}
     drafts = _of_drafts(unused) if plan.mtp is None else []
     own["quantization_config"] = FORMAT.quantization_config(
         schemes,
@@ -50,6 +51,18 @@ def artifact_config(
         modules=module_names(graph),
     ) | for_transformers(graph, schemes)
     return own
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration in which nothing says that the head is tied.
+
+    A model of text and images says it of its text, in a configuration inside its own, and engines
+    read either.
+    """
+    return {
+        key: False if key == TIED else _untied(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+    }
 
 
 def left_alone(
