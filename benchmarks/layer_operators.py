@@ -32,7 +32,7 @@ from quantflow.backends import BACKENDS, cuda, torch_kernels  # noqa: E402
 from quantflow.core import affine, qtensor  # noqa: E402
 from quantflow.core.qtensor import QuantizedLinear  # noqa: E402
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme  # noqa: E402
-from quantflow.runtime.fused_gates import fuse_gates_  # noqa: E402
+from quantflow.runtime.fused_gates import ACTIVATIONS, fuse_gates_  # noqa: E402
 from quantflow.runtime.fused_norms import NormForm, fuse_norms_  # noqa: E402
 from quantflow.runtime.fused_rope import fuse_rotary_, turned_halves  # noqa: E402
 from quantflow.runtime.linear import QuantLinear, share_inputs_  # noqa: E402
@@ -178,10 +178,10 @@ def rotary_by_the_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
     return turned_q.clone(), turned_k
 
 
-def gate_by_the_kernel(gate: Tensor, up: Tensor) -> Tensor:
+def gate_by_the_kernel(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     """The gate of an MLP by one operator, with the values of two."""
     with _disable_current_modes():
-        made = functional.silu(gate) * up
+        made = ACTIVATIONS[activation](gate) * up
     return made.clone()
 
 
@@ -214,7 +214,7 @@ def counts(scheme: str, backend: str) -> dict[str, Any]:
         fuse_norms_(layer, rms_norm=norm_by_the_kernel)
         normed, with_norms = run(model, layer, x)
         fuse_rotary_(layer, rotary=rotary_by_the_kernel)
-        fuse_gates_(layer, silu_product=gate_by_the_kernel)
+        fuse_gates_(layer, gated=gate_by_the_kernel)
         turned, with_all = run(model, layer, x)
     linear = layer.get_submodule(GROUPS[0][0])
     with torch.no_grad(), as_on_a_gpu(), Counted() as counted:

@@ -154,9 +154,10 @@ def compiled(card: str) -> list[dict[str, Any]]:
     options = {"num_warps": rope.WARPS, "enable_fp_fusion": False}
     made = compile_for(card, rope.kernel, chosen, options)
     rows.append({"kernel": "rope", "of": "queries and keys", "card": card, **counted(made)})
-    chosen = {"block": gate.BLOCK, "by_bits": False}
-    made = compile_for(card, gate.kernel, chosen, {"num_warps": gate.WARPS}, y="*bf16")
-    rows.append({"kernel": "gate", "of": "SiLU", "card": card, **counted(made)})
+    for name, gelu in (("SiLU", False), ("GELU", True)):
+        chosen = {"gelu": gelu, "block": gate.BLOCK, "by_bits": False}
+        made = compile_for(card, gate.kernel, chosen, {"num_warps": gate.WARPS}, y="*bf16")
+        rows.append({"kernel": "gate", "of": name, "card": card, **counted(made)})
     return rows
 
 

@@ -172,7 +172,7 @@ def _fuse_operators_(model: PreTrainedModel) -> None:
     )
     fuse_norms_(model, rms_norm=norm.rms_norm)
     fuse_rotary_(model, rotary=rope.rotary)
-    fuse_gates_(model, silu_product=gate.silu_product)
+    fuse_gates_(model, gated=gate.gated)
 
 
 def _groups(artifact: Artifact, to_module: Mapping[str, str]) -> list[list[str]]:

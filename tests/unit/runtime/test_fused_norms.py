@@ -104,7 +104,7 @@ def test_an_artifacts_norms_are_fused_where_tritons_kernels_run(
     kernel, config = Kernel(), LlamaConfig(intermediate_size=64, **SIZES)
     expected = make_artifact(tmp_path, config, preset("W8A16"))
     monkeypatch.setattr(modules, "runs_triton", lambda kind: triton and kind == "cpu")
-    kernels = SimpleNamespace(rms_norm=kernel, rotary=None, silu_product=None)
+    kernels = SimpleNamespace(rms_norm=kernel, rotary=None, gated=None)
     monkeypatch.setattr(modules, "import_module", lambda name: kernels)
     monkeypatch.setattr(modules, "fuse_rotary_", lambda *_, **__: None)
     monkeypatch.setattr(modules, "fuse_gates_", lambda *_, **__: None)

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -27,7 +28,7 @@ from transformers.models.llama import modeling_llama
 
 from quantflow.core.scheme import preset
 from quantflow.runtime import modules
-from quantflow.runtime.fused_gates import fuse_gates_, multiplies_by_silu
+from quantflow.runtime.fused_gates import ACTIVATIONS, activation_of, fuse_gates_
 from quantflow.runtime.fused_rope import fuse_rotary_, turned_halves, turns_halves
 from quantflow.runtime.load import load
 
@@ -52,9 +53,9 @@ class Kernels:
         self.turned.append((q.shape, k.shape))
         return turned_halves(q, k, cos, sin)
 
-    def silu_product(self, gate, up):
+    def product(self, gate, up, *, activation):
         self.gated.append(gate.shape)
-        return functional.silu(gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
 
 def made(config, dtype=torch.bfloat16):
@@ -75,8 +76,11 @@ def made(config, dtype=torch.bfloat16):
         (Starcoder2Config(**SIZES), 2, 0),
         # gate and up in one linear
         (Phi3Config(pad_token_id=0, **SIZES), 2, 0),
-        # gated by GELU
-        (Gemma2Config(head_dim=8, **SIZES), 2, 0),
+        (GemmaConfig(head_dim=8, **SIZES), 2, 2),
+        (Gemma2Config(head_dim=8, **SIZES), 2, 2),
+        (Gemma3TextConfig(head_dim=8, **SIZES), 2, 2),
+        # GELU by the error function
+        (LlamaConfig(hidden_act="gelu", **SIZES), 2, 0),
         # experts in one tensor
         (
             Qwen3MoeConfig(
@@ -104,7 +108,7 @@ def test_layers_call_the_kernels_where_these_have_the_familys_values(config, tur
     model, kernels = made(config, dtype), Kernels()
     expected = model(IDS).logits
     fuse_rotary_(model, rotary=kernels.rotary)
-    fuse_gates_(model, silu_product=kernels.silu_product)
+    fuse_gates_(model, gated=kernels.product)
     assert torch.equal(model(IDS).logits, expected)
     assert (len(kernels.turned), len(kernels.gated)) == (turned, gated)
 
@@ -122,7 +126,7 @@ def test_other_models_of_the_family_keep_torchs_operators():
     before, kernels = modeling_llama.apply_rotary_pos_emb, Kernels()
     first, second = made(LlamaConfig(**SIZES)), made(LlamaConfig(**SIZES))
     assert fuse_rotary_(first, rotary=kernels.rotary) == 2
-    assert fuse_gates_(first, silu_product=kernels.silu_product) == 2
+    assert fuse_gates_(first, gated=kernels.product) == 2
     second(IDS)
     assert kernels.turned == kernels.gated == []
     assert modeling_llama.apply_rotary_pos_emb is before
@@ -134,7 +138,7 @@ def test_a_model_whose_operators_are_fused_generates_over_a_cache():
     words = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(IDS, **words)
     fuse_rotary_(model, rotary=kernels.rotary)
-    fuse_gates_(model, silu_product=kernels.silu_product)
+    fuse_gates_(model, gated=kernels.product)
     assert torch.equal(model.generate(IDS, **words), expected)
     assert kernels.turned[-1] == ((2, 4, 1, 8), (2, 2, 1, 8))
 
@@ -143,8 +147,8 @@ def test_a_modules_operators_are_fused_once():
     model, kernels = made(LlamaConfig(**SIZES)), Kernels()
     assert fuse_rotary_(model, rotary=kernels.rotary) == 2
     assert fuse_rotary_(model, rotary=kernels.rotary) == 0
-    assert fuse_gates_(model, silu_product=kernels.silu_product) == 2
-    assert fuse_gates_(model, silu_product=kernels.silu_product) == 0
+    assert fuse_gates_(model, gated=kernels.product) == 2
+    assert fuse_gates_(model, gated=kernels.product) == 0
 
 
 def test_functions_that_turn_otherwise_are_told_apart():
@@ -230,12 +234,17 @@ def test_mlps_that_do_more_are_told_apart():
             super().__init__()
             self.norm = nn.LayerNorm(4)
 
-    assert multiplies_by_silu(Gated())
+    assert activation_of(Gated()) == "silu"
     for other in (Doubled, Clamped, Limited, Scaled, Normed):
-        assert not multiplies_by_silu(other())
-    relu = Gated()
-    relu.act_fn = nn.ReLU()
-    assert not multiplies_by_silu(relu)
+        assert activation_of(other()) is None
+    for activation, name in (
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.GELU(), None),
+        (nn.ReLU(), None),
+    ):
+        module = Gated()
+        module.act_fn = activation
+        assert activation_of(module) == name
 
 
 @pytest.mark.parametrize("triton", [True, False])
@@ -247,7 +256,7 @@ def test_an_artifacts_operators_are_fused_where_tritons_kernels_run(
     by_name = {
         "norm": SimpleNamespace(rms_norm=None),
         "rope": SimpleNamespace(rotary=kernels.rotary),
-        "gate": SimpleNamespace(silu_product=kernels.silu_product),
+        "gate": SimpleNamespace(gated=kernels.product),
     }
     monkeypatch.setattr(modules, "runs_triton", lambda kind: triton and kind == "cpu")
     monkeypatch.setattr(modules, "import_module", lambda name: by_name[name.rpartition(".")[2]])
