@@ -41,7 +41,7 @@ from quantflow.models import layer_store
 from quantflow.models.load import Source
 from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.planning.cost import WRITTEN_AT_ONCE, need_synthetic
+from quantflow.planning.cost import BEGUN, WRITTEN_AT_ONCE, need_synthetic
 from quantflow.planning.resources import grant
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -51,7 +51,6 @@ from quantflow.runtime.load import load
 
 VERSION = 1
 NAME = "text"  # the folder, below that of the ranks
-BEGUN = 16  # a constant, since it decides the text
 
 
 def with_written(

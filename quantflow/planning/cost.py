@@ -55,6 +55,7 @@ MODEL_BASE = 360_000_000
 # Code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB.
 LIBRARIES = 30_000_000
 WRITTEN_AT_ONCE = 32  # sequences of a batch that the model writes; it decides what they are
+BEGUN = 16  # tokens of each that it is given, likewise
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # through which files are copied, compared and decoded
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
@@ -155,6 +156,8 @@ def need_synthetic(
 ) -> MemoryNeed:
     """Memory and disk of calibration text that the model writes: the model and its cache.
 
+    A tied head is laid out a second time.
+
     Args:
         model: sizes of the model.
         length: tokens of the longest sequence.
@@ -163,11 +166,14 @@ def need_synthetic(
     """
     tokens = WRITTEN_AT_ONCE * length
     cache = 2 * tokens * len(model.layers) * model.kv_heads * model.head_dim * dtype.itemsize
-    weights = sum(map(elements_of, model.infos.values())) * dtype.itemsize
-    logits = 4 * FLOAT * WRITTEN_AT_ONCE * model.vocabulary
+    weights = sum(map(elements_of, model.infos.values())) + model.tied * model.head[0]
+    running = max(
+        forward_bytes(model, WRITTEN_AT_ONCE * BEGUN),
+        4 * FLOAT * WRITTEN_AT_ONCE * model.vocabulary,
+    )
     return MemoryNeed(
         stage="measure",
-        peaks=((LIBRARIES + weights + cache + logits, 0),),
+        peaks=((LIBRARIES + weights * dtype.itemsize + cache + running, 0),),
         result=8 * sequences * length,
     )
 

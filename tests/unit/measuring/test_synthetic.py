@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quantflow.core import determinism
 from quantflow.errors import ResourceError, UsageError
@@ -18,7 +18,9 @@ from quantflow.measuring import measure, synthetic
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import read_measurement
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.planning.recipe import Calibration, Measure, Quantize, Resources
+from quantflow.planning.cost import MODEL_BASE, WRITTEN_AT_ONCE
+from quantflow.planning.plan_job import PlanJob
+from quantflow.planning.recipe import Calibration, Measure, Quantize, Recipe, Resources
 from quantflow.progress import SILENT, Silent
 from tests.conftest import DISCOVERED, FAMILIES
 
@@ -208,3 +210,35 @@ def test_every_family_writes(family_model, tmp_path, text, family):
     assert [len(sequence) for sequence in every] == [LENGTH] * (GIVEN + 3)
     # what is drawn is compared above, for one family; here every family draws
     assert len({tuple(sequence[LENGTH // 2 :]) for sequence in every[GIVEN:]}) == 3
+
+
+def _planned(model, entry, *, own, length=LENGTH):
+    calibration = Calibration(samples=GIVEN, sequence_length=length, synthetic=own)
+    recipe = Recipe(model=str(model), calibration=calibration, quantize=(entry,))
+    found = PlanJob(recipe=recipe).run()
+    (stage,) = [stage for stage in found["stages"] if stage["stage"] == "measure"]
+    return found["calibration"], stage
+
+
+def test_the_plan_counts_the_sequences_and_the_model_in_memory(tmp_path):
+    # an embedding and a head of 300 MB in bfloat16, beside which a measurement holds one layer
+    shape = {
+        "vocab_size": 600_000,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**shape)).bfloat16()
+    model.save_pretrained(tmp_path)
+    entry = Quantize(name="a", scheme="W4A16", algorithm="gptq")
+    told, without = _planned(tmp_path, entry, own=0)
+    assert told["samples"] == GIVEN
+    told, beside = _planned(tmp_path, entry, own=OWN)
+    assert told["samples"] == GIVEN + OWN
+    weights = model.num_parameters() * determinism.products().itemsize
+    assert beside["peak_memory"] > without["peak_memory"]
+    assert beside["peak_memory"] > MODEL_BASE + weights
+    told, longer = _planned(tmp_path, entry, own=OWN, length=2 * LENGTH)
+    cache = 2 * WRITTEN_AT_ONCE * LENGTH * 128 * determinism.products().itemsize
+    assert longer["peak_memory"] == beside["peak_memory"] + cache
