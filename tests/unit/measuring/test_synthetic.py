@@ -138,6 +138,7 @@ def test_a_finished_text_is_kept_and_another_seed_is_refused(llama, tmp_path, te
 def test_a_stopped_text_goes_on_at_its_batch(llama, tmp_path, text, monkeypatch):
     monkeypatch.setattr(synthetic, "WRITTEN_AT_ONCE", 2)
     _, whole = _measured(_job(llama, tmp_path / "whole", text))
+    assert whole[GIVEN] != whole[GIVEN + 4]  # they begin alike, in two batches
     continued, calls = synthetic._continued, []
 
     def stops(decoder, batch, **options):
