@@ -18,6 +18,7 @@ from quantflow.exporting import export as export_stage
 from quantflow.exporting.proof_process import prove
 from quantflow.files.ledger import Ledger
 from quantflow.files.manifest import build_manifest, read_manifest, write_manifest
+from quantflow.files.safetensors_header import read_header
 from quantflow.files.verify import verify
 from quantflow.formats.llama_cpp import gguf
 from quantflow.models.capture import LayerStream
@@ -421,7 +422,13 @@ def test_a_tied_head_of_a_rotated_model_is_a_tensor_of_its_own(models, tmp_path,
     recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))
     capsys.readouterr()
     assert run("plan", recipe, "--json") == 0
-    (planned,) = json.loads(capsys.readouterr().out)["artifacts"]
+    told = json.loads(capsys.readouterr().out)
+    (planned,) = told["artifacts"]
+    # the layers, and beside them the embedding, the head and the last norm, rotated
+    (stage,) = [each for each in told["stages"] if each["stage"] == "quantize"]
+    files = [quantized / "outside.safetensors", *(quantized / "layers").glob("*.safetensors")]
+    written = sum(info.nbytes for path in files for info in read_header(path)[0].values())
+    assert stage["result"] == written
     infos = open_artifact(artifact).checkpoint.infos
     assert planned["tensor_bytes"] == sum(info.nbytes for info in infos.values())
     assert sum(row["bytes_after"] for row in planned["schemes"]) == planned["tensor_bytes"]
