@@ -50,6 +50,7 @@ from quantflow.quantizing.shards.share import CardShare, owners_of, sliced
 from quantflow.quantizing.smoothing import is_factor
 from quantflow.quantizing.static_inputs import gradient_sum, input_statistics
 from quantflow.quantizing.undercalibrated import routed_tokens
+from quantflow.units import size
 
 # the folder, below that of the layers, of what leaves the last layer of the original model
 ORIGINAL = "original"
@@ -99,6 +100,11 @@ class Forward:
         if isinstance(source, Rotated):
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
+            for name in sorted(set(source.outside) - set(self.source.checkpoint.infos)):
+                self.progress.say(
+                    f"quantize {self.plan.name}: {name}, tied to the embedding before, is a tensor "
+                    f"of its own: {size(source.info(name).nbytes)} more"
+                )
         bring_up_to_date(
             self.output,
             self.plan,

@@ -417,6 +417,8 @@ def test_a_tied_head_of_a_rotated_model_is_a_tensor_of_its_own(models, tmp_path,
     quantized, artifact = tmp_path / "q", tmp_path / "a"
     words = ("--scheme", "W8A16", "--set", 'quantize.0.transforms=["hadamard"]')
     assert run("quantize", model, "-o", quantized, *words, "--export", artifact) == 0
+    grown = "lm_head.weight, tied to the embedding before, is a tensor of its own: 0 MB more"
+    assert grown in capsys.readouterr().err
     recipe = tmp_path / "recipe.yaml"
     entry = {"name": "x", "scheme": "W8A16", "transforms": ["hadamard"]}
     recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))
