@@ -14,6 +14,7 @@ from quantflow.planning.stock_transformers import for_transformers
 FORMAT = FORMATS[DEFAULT]
 _HEADS = ("lm_head", "embed_out")
 TIED = "tie_word_embeddings"
+_TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def artifact_config(
@@ -57,12 +58,15 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in which nothing says that the head is tied.
 
     A model of text and images says it of its text, in a configuration inside its own, and engines
-    read either.
+    read either. Other models inside it keep their heads.
     """
-    return {
-        key: False if key == TIED else _untied(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-    }
+    own = dict(config)
+    if TIED in own:
+        own[TIED] = False
+    for name in _TEXTS:
+        if isinstance(own.get(name), Mapping):
+            own[name] = _untied(own[name])
+    return own
 
 
 def left_alone(

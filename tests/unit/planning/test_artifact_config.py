@@ -32,7 +32,7 @@ VISION = {
 def test_the_text_of_a_model_with_images_is_untied_too(tmp_path, untied):
     source = Gemma3Config(text_config=TEXT, vision_config=VISION)
     graph = graph_for(source)
-    config = source.to_dict() | {"tie_word_embeddings": True}
+    config = source.to_dict() | {"tie_word_embeddings": True, "talker_config": {**TEXT}}
     assert config["text_config"]["tie_word_embeddings"]
     before = json.dumps(config)
     shapes = {f"{name}.weight": (64, 64) for name in graph.linears}
@@ -43,5 +43,6 @@ def test_the_text_of_a_model_with_images_is_untied_too(tmp_path, untied):
     assert read.get_text_config().tie_word_embeddings is not untied
     assert read.tie_word_embeddings is not untied
     assert json.dumps(config) == before
+    assert written["talker_config"] == TEXT
     kept = ("hidden_size", "num_hidden_layers")
     assert [written["vision_config"][key] for key in kept] == [VISION[key] for key in kept]
