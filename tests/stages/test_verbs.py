@@ -257,6 +257,7 @@ def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path
         "samples": 2,
         "sequence_length": 11,
         "pack": None,
+        "synthetic": 0,
     }
 
 
