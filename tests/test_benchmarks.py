@@ -597,6 +597,8 @@ def test_best_is_judged_against_equal_settings_and_fewer_bits_of_peers_alone(res
         "<= 1.0x AutoRound": (f"{subject}: seconds", "1.01x, 100.0 s of 99.0 s", False),
     }
     assert not any("best" in bar.what for bar in results.judge(rows[1:]))
+    # a peer's row of fewer bits alone is no bar
+    assert results.judge([rows[0], rows[-1]]) == []
 
 
 def test_quantized_inputs_are_judged_by_the_best_of_both_sides(results):

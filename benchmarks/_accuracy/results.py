@@ -199,7 +199,10 @@ def _gptq(rows: Rows, scheme: str) -> list[Bar]:
 
 
 def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
-    """`best`, next to the best peer with the same settings, or with as many bits or fewer."""
+    """`best`, next to the best peer with the same settings, or with as many bits or fewer.
+
+    Where no peer has the same settings there is no bar: fewer bits alone are no comparison.
+    """
     ours = rows.get((f"{OURS} best", scheme))
     if ours is None:
         return []
@@ -210,7 +213,9 @@ def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
         and row.scheme not in (*INPUTS, *FILES)
         and (row.scheme == scheme or row.bits <= ours.bits + SAME_BITS)
     ]
-    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if peers else []
+    if not any(row.scheme == scheme for row in peers):
+        return []
+    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)]
 
 
 def _eight(rows: Rows) -> list[Bar]:
