@@ -88,9 +88,10 @@ FLOAT4 = {
 }
 # Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
-# `best` with as much calibration text again, which the model writes, and twice the steps.
+# `best` with as much calibration text again, which the model writes, and twice the steps, each of
+# twice the sequences.
 SYNTHETIC = ("--synthetic", "64")
-TUNED_ON_IT = ("--tune", "64")
+TUNED_ON_IT = ("--tune", "64", "--set", "quantize.0.tune.sequences=8")
 LLAMA_CPP = (
     "Q8_0",
     "Q6_K",

@@ -680,7 +680,7 @@ def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers:
     if plan.tune is None:
         return 0
     _, scales = _weights_and_scales(model, plan)
-    some = hidden_bytes(model, sorted(lengths)[-plan.tune.sequences :])
+    some = hidden_bytes(model, sorted(lengths)[-plan.tune.batch :])
     count = len(model.layers)
     if plan.smoothings:
         layers += (

@@ -156,7 +156,7 @@ class Speed:
             options = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
             runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **options)
         if plan.tune is not None:
-            tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
+            tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.batch)
             runs += tuned  # and the head: the original's logits, and the other's there and back
             work += (
                 tuned

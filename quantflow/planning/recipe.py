@@ -310,7 +310,7 @@ class SignRound:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Settings for tuning scales end to end."""
+    """Settings for tuning scales end to end; `sequences` null is 4 for best, 2 for good, else 8."""
 
     steps: int = _for_quantize(
         32,
@@ -319,15 +319,22 @@ class Tune:
         help="Then tune the scales of the whole model together (default: what good and best do, "
         "0 for others).",
     )
-    sequences: int = setting(8, help="Sequences of the text in each step.")
+    sequences: int | None = setting(
+        None, help="Sequences of the text in each step; null: as many as the algorithm takes."
+    )
 
     def __post_init__(self) -> None:
         """Refuse counts that are none."""
-        if self.steps < 0 or self.sequences < 1:
+        if self.steps < 0 or self.batch < 1:
             raise UsageError(
                 f"tune: steps={self.steps}, sequences={self.sequences}",
                 "give steps from 0 and sequences from 1 on",
             )
+
+    @property
+    def batch(self) -> int:
+        """Sequences of each step; of a plan, which names them, those of its algorithm."""
+        return 8 if self.sequences is None else self.sequences
 
 
 @dataclass(frozen=True, kw_only=True)

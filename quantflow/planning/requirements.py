@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quantflow.algorithms import (
@@ -251,9 +252,11 @@ def learned_of(entry: Quantize) -> SignRound | None:
 
 def tune_of(entry: Quantize) -> Tune | None:
     """Settings for tuning an entry's scales end to end; None where they are not tuned."""
-    if entry.tune is not None:
-        return entry.tune if entry.tune.steps else None
     combination = _combination_of(entry)
+    if (asked := entry.tune) is not None:
+        batch = asked.batch if combination is None else combination.sequences
+        named = replace(asked, sequences=batch) if asked.sequences is None else asked
+        return named if asked.steps else None
     if combination is None or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
         return None
     return Tune(steps=combination.steps, sequences=combination.sequences)

@@ -136,7 +136,7 @@ class TuningRun:
             first = self._divergence(states, original, checked, step=0)
             self._save(0, {"divergence_start": first})
             taken = 0
-        order = turns(len(states), self.plan.sequences)
+        order = turns(len(states), self.plan.batch)
         count = self.plan.steps
         left = range(taken, count)
         for step in self.done.progress.steps(
@@ -288,8 +288,8 @@ class TuningRun:
     ) -> float:
         """The mean divergence of some sequences after so many steps, in nats per token."""
         total = 0.0
-        for first in range(0, len(numbers), self.plan.sequences):
-            some = numbers[first : first + self.plan.sequences]
+        for first in range(0, len(numbers), self.plan.batch):
+            some = numbers[first : first + self.plan.batch]
             places = self._through(
                 [states[number] for number in some], step, products=torch.float32
             )

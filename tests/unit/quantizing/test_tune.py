@@ -483,6 +483,16 @@ def test_others_tune_where_they_are_told():
     assert tune_of(Quantize(name="a", scheme="W4A16", algorithm="gptq", tune=FEW)) == FEW
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "sequences"), [("best", 4), ("good", 2), ("gptq", 8), ("yaqa", 8)]
+)
+def test_other_steps_take_as_many_sequences_as_the_algorithm(algorithm, sequences):
+    entry = Quantize(name="a", scheme="W4A16", algorithm=algorithm, tune=Tune(steps=64))
+    assert tune_of(entry) == Tune(steps=64, sequences=sequences)
+    named = replace(entry, tune=Tune(steps=64, sequences=3))
+    assert tune_of(named) == named.tune
+
+
 def test_steps_come_from_the_command_line(llama, measured, tmp_path):
     given = (
         "quantize",
@@ -548,7 +558,10 @@ def test_what_does_not_go_together_is_refused_with_what_to_do(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"steps": -1}, "tune: steps=-1, sequences=8; give steps from 0 and sequences from 1 on"),
+        (
+            {"steps": -1},
+            "tune: steps=-1, sequences=None; give steps from 0 and sequences",
+        ),
         ({"sequences": 0}, "tune: steps=32, sequences=0"),
         ({"steps": "many"}, "steps: 'many' is str, not int"),
         ({"step": 5}, "unknown key 'step'; did you mean 'steps'"),
