@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from quantflow.files import disk
 from quantflow.measuring.continue_job import ContinueJob
+from quantflow.measuring.text import as_tensors
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import Progress
 from quantflow.runtime import generation
@@ -56,14 +57,12 @@ def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
     sequences = [
         row + output["tokens"][:-1] for row, output in zip(rows, said["outputs"], strict=True)
     ]
-    tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
     disk.make_folder(job.output.parent)
-    disk.write_atomic(job.output, save({"tokens": tokens, "lengths": lengths}))
+    disk.write_atomic(job.output, save(as_tensors([torch.tensor(each) for each in sequences])))
     prompt_tokens = sum(map(len, rows))
     return {
         "file": str(job.output),
         "sequences": len(sequences),
         "prompt_tokens": prompt_tokens,
-        "new_tokens": len(tokens) - prompt_tokens,
+        "new_tokens": sum(map(len, sequences)) - prompt_tokens,
     }

@@ -44,6 +44,7 @@ from quantflow.files.canonical import digest_of, file_digest, read_json, readabl
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.measuring.routing import ledger_of
 from quantflow.measuring.stored import Headers, StoredStatistics, hash_of, read_small, write_tensors
+from quantflow.measuring.text import as_tensors
 from quantflow.observers import observers_for
 from quantflow.observers.keys import Key, are_states, by_site, is_matrix, observers_at
 
@@ -157,10 +158,8 @@ def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
     _check_fields(measurement.meta, name="the measurement")
     _check_counts(measurement, name="the measurement")
     _check_statistics(measurement)
-    lengths = [sequence.numel() for sequence in measurement.sequences]
     calibration = {
-        "tokens": torch.cat([torch.empty(0, dtype=torch.int64), *measurement.sequences]),
-        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        **as_tensors(measurement.sequences),
         "indices": torch.tensor(measurement.indices, dtype=torch.int64),
     }
     return {STATISTICS_NAME: measurement.statistics, CALIBRATION_NAME: calibration}

@@ -37,6 +37,7 @@ from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import digest_of
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import CALIBRATION_NAME
+from quantflow.measuring.text import as_tensors
 from quantflow.models import layer_store
 from quantflow.models.load import Source
 from quantflow.models.open import graph_for
@@ -94,15 +95,7 @@ def with_written(
             process_memory.give_back_holes()
             every = [*sequences, *own]
             with stage_folder.publish(folder, stage=NAME, inputs=inputs) as temporary:
-                disk.write_file(
-                    temporary / CALIBRATION_NAME,
-                    save(
-                        {
-                            "tokens": torch.cat(every),
-                            "lengths": torch.tensor([len(sequence) for sequence in every]),
-                        }
-                    ),
-                )
+                disk.write_file(temporary / CALIBRATION_NAME, save(as_tensors(every)))
         disk.remove_tree(_work(folder))
     calibration = replace(
         job.calibration,

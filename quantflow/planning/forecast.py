@@ -230,16 +230,16 @@ def _stages(
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
         counts = counts_in_measure(recipe.quantize)
-        own = recipe.calibration.synthetic
+        own, written = recipe.calibration.synthetic, products(HOST)
         seconds = took(
             lambda each: (
                 each.measure(model, share, stats, counts=counts)
-                + (each.write_text(model, own * max(lengths)) if own else 0)
+                + (each.write_text(model, own * max(lengths), dtype=written) if own else 0)
             )
         )
         need = need_measure(model, lengths=share, stats=stats, counts=counts)
         if own:
-            write = need_synthetic(model, length=max(lengths), dtype=products(HOST))
+            write = need_synthetic(model, length=max(lengths), dtype=written)
             need = replace(need, peaks=(*need.peaks, *write.peaks))
         there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
         stages.append(

@@ -21,6 +21,7 @@ from quantflow.backends.triton.casts import rounded
 WARPS = 4
 BLOCK = 1024  # values of a program
 SILU, GELU_TANH = "silu", "gelu_tanh"  # the activations, by the names of quantflow.runtime
+_IS_GELU = {SILU: False, GELU_TANH: True}
 _TWICE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _CUBIC = tl.constexpr(0.044715)
 
@@ -57,7 +58,7 @@ def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
             up,
             y,
             count,
-            gelu=activation == GELU_TANH,
+            gelu=_IS_GELU[activation],
             by_bits=y.device.type == "cpu" and y.dtype == torch.bfloat16,
             block=BLOCK,
             num_warps=WARPS,

@@ -1,5 +1,6 @@
 """Calibration text that the model writes itself."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,28 @@ def test_tokens_are_those_that_the_model_predicts(llama, tmp_path, text, monkeyp
         pad_token_id=0,
     )
     assert every[GIVEN:] == wanted.tolist()
+
+
+def test_draws_follow_the_models_distribution(llama, tmp_path, text, monkeypatch):
+    """The mean of a drawn token's log probability is minus the entropy; a filter would raise it."""
+    peaked = tmp_path / "peaked"
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    model.save_pretrained(peaked)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (peaked / file).write_bytes((llama / file).read_bytes())
+    monkeypatch.setattr(determinism, "products", lambda device: torch.float32)
+    _, every = _measured(_job(peaked, tmp_path / "m", text, own=64))
+    own = torch.tensor(every[GIVEN:])
+    known = len(load_tokenizer(llama))
+    with torch.no_grad():
+        logits = model(own).logits[:, LENGTH // 2 - 1 : -1, :known]
+    log = logits.log_softmax(-1).double()
+    entropy = -(log.exp() * log).sum(-1)
+    assert 0.5 < float(entropy.mean()) < 0.8 * math.log(known)
+    off = log.gather(-1, own[:, LENGTH // 2 :, None])[..., 0] + entropy
+    assert abs(float(off.mean())) < 3 * float(off.std()) / math.sqrt(off.numel())
 
 
 def test_a_finished_text_is_kept_and_another_seed_is_refused(llama, tmp_path, text):
