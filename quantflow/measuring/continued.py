@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 from quantflow.files import disk
 from quantflow.measuring.continue_job import ContinueJob
-from quantflow.measuring.text import as_tensors
+from quantflow.measuring.stored import as_tensors
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import Progress
 from quantflow.runtime import generation

@@ -43,8 +43,14 @@ from quantflow.files import disk
 from quantflow.files.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.measuring.routing import ledger_of
-from quantflow.measuring.stored import Headers, StoredStatistics, hash_of, read_small, write_tensors
-from quantflow.measuring.text import as_tensors
+from quantflow.measuring.stored import (
+    Headers,
+    StoredStatistics,
+    as_tensors,
+    hash_of,
+    read_small,
+    write_tensors,
+)
 from quantflow.observers import observers_for
 from quantflow.observers.keys import Key, are_states, by_site, is_matrix, observers_at
 

@@ -10,7 +10,7 @@ dtype, then by key.
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -93,6 +93,14 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
     for part in _parts(tensors):
         digest.update(part)
     return digest.hexdigest()
+
+
+def as_tensors(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file of token ids: `tokens` [T] and `lengths` [n], int64."""
+    return {
+        "tokens": torch.cat([torch.empty(0, dtype=torch.int64), *sequences]),
+        "lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64),
+    }
 
 
 def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:

@@ -37,7 +37,7 @@ from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import digest_of
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import CALIBRATION_NAME
-from quantflow.measuring.text import as_tensors
+from quantflow.measuring.stored import as_tensors
 from quantflow.models import layer_store
 from quantflow.models.load import Source
 from quantflow.models.open import graph_for

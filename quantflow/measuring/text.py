@@ -107,14 +107,6 @@ def read_whole(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[li
     return [tokens_of(needed(tokenizer, path), text, where=str(path))]
 
 
-def as_tensors(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file of token ids: `tokens` [T] and `lengths` [n], int64."""
-    return {
-        "tokens": torch.cat([torch.empty(0, dtype=torch.int64), *sequences]),
-        "lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64),
-    }
-
-
 def select(
     documents: Sequence[Sequence[int]],
     samples: int,
