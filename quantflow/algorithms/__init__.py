@@ -1,7 +1,8 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
 ALGORITHMS quantize the linears that share an input. BLOCK_ALGORITHMS go on from there, with all
-linears of a decoder layer and the layer itself. `tune` works with all linears of the model, after
+linears of a decoder layer and the layer itself. `refit` changes the
+weights that an algorithm rounds, before it. `tune` works with all linears of the model, after
 either. COMBINATIONS are words of recipes that stand for several of them, by scheme.
 """
 
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
+from quantflow.algorithms import gptq, hqq, refit, rtn, rtn_mse, signround, tune, yaqa
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
@@ -26,10 +27,12 @@ __all__ = [
     "COMBINATIONS",
     "LEARNING",
     "NEAREST",
+    "REFIT",
     "TUNE",
     "Algorithm",
     "BlockAlgorithm",
     "Combination",
+    "refit",
     "supports_of",
     "tune",
 ]
@@ -139,6 +142,7 @@ ALGORITHMS: dict[str, Algorithm] = {algorithm.NAME: algorithm for algorithm in _
 BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {algorithm.NAME: algorithm for algorithm in _BLOCKS}
 LEARNING = signround.NAME  # the block algorithm that recipes have settings for
 TUNE = tune.NAME
+REFIT = refit.NAME
 # the baseline of every other algorithm, and the substitute where another cannot be used
 NEAREST = rtn.NAME
 
@@ -158,12 +162,14 @@ class Combination:
         steps: steps of `tune` afterwards, where weights are integers of less than 8 bits and inputs
             are not quantized.
         sequences: sequences of each step.
+        refitted: whether weights of less than 8 bits are refitted.
     """
 
     rounding: str
     searches: bool
     steps: int
     sequences: int
+    refitted: bool = False
 
     def algorithm(self, weights: TensorScheme) -> str:
         """The algorithm that rounds such weights; gptq for 8 bits and float8."""
@@ -180,6 +186,10 @@ class Combination:
             scheme.weights.kind == "int" or (_few_bits(scheme.weights) and scheme.input is not None)
         )
 
+    def refits(self, scheme: LinearScheme) -> bool:
+        """Whether weights are fitted to the inputs of the quantized model."""
+        return self.refitted and _few_bits(scheme.weights)
+
     def tunes(self, scheme: LinearScheme, *, rotated: bool) -> bool:
         """Whether scales are tuned afterwards."""
         refused = tune.SUPPORTS.scheme(scheme) is not None or (
@@ -189,7 +199,7 @@ class Combination:
 
 
 COMBINATIONS: dict[str, Combination] = {
-    "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4),
+    "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4, refitted=True),
     "good": Combination(rounding=gptq.NAME, searches=True, steps=32, sequences=2),
 }
 
@@ -198,7 +208,9 @@ def supports_of(name: str) -> Supports:
     """The combinations that an algorithm supports; block algorithms and `tune` included."""
     if name in ALGORITHMS:
         return ALGORITHMS[name].SUPPORTS
-    return BLOCK_ALGORITHMS[name].SUPPORTS if name in BLOCK_ALGORITHMS else tune.SUPPORTS
+    if name in BLOCK_ALGORITHMS:
+        return BLOCK_ALGORITHMS[name].SUPPORTS
+    return refit.SUPPORTS if name == REFIT else tune.SUPPORTS
 
 
 def _few_bits(weights: TensorScheme) -> bool:

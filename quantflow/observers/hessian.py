@@ -272,6 +272,18 @@ def _add_(strips: Iterable[Tensor], rows: Tensor) -> None:
                 strip[:, columns.start : stop] += product(left, right[: stop - columns.start])
 
 
+def add_products_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right, of rows [N, A] and [N, B] float32, to a sum [A, B]; all on one device."""
+    if total.device.type != "cpu":
+        for span in spans(len(total), DEVICE_ROWS):
+            total[span] += summed_over_rows(left[:, span], right)
+        return
+    for columns in spans(right.shape[1], COLUMNS):
+        turned = _turned(right, columns)
+        for span in spans(left.shape[1], ROWS):
+            total[span, columns] += product(operand(_turned(left, span)), turned)
+
+
 def add_on_device_(strips: Iterable[Tensor], rows: Tensor) -> None:
     """Add x^T x of rows [N, K], any float dtype, to the strips of a sum, a product for each."""
     for span, strip in zip(spans(rows.shape[1], DEVICE_ROWS), strips, strict=True):

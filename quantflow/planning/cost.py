@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, refit, tune
 from quantflow.core import groups
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS, logit_rows
 from quantflow.numerics import output_blocks
@@ -30,7 +30,13 @@ from quantflow.observers import (
     summed_in_parts,
 )
 from quantflow.observers.amax import AmaxObserver
-from quantflow.observers.hessian import DEVICE_ROWS, HESSIAN_SUM, folding_bytes, observer_bytes
+from quantflow.observers.hessian import (
+    DEVICE_ROWS,
+    HESSIAN_SUM,
+    ROWS,
+    folding_bytes,
+    observer_bytes,
+)
 from quantflow.planning.experts import SIDE_BY_SIDE
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
@@ -200,9 +206,9 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Memo
     of the groups after it. At last the quantized layer runs again, beside the content of its file.
     """
     longest = max(lengths, default=CANARY_TOKENS)
-    hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
+    hidden = hidden_bytes(model, lengths) * (2 if plan.twice else 1)
     encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
-    halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
+    halves = sum(half_hessians(model, plan))
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in folds(model.layer)) if plan.needs_rows else 0
     forward = forward_bytes(model, longest)
     inputs = inputs_bytes(model, plan, longest) if plan.needs_text else 0
@@ -219,6 +225,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Memo
             for fixed, each in _searching(model, plan)
         ),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
+        *((LIBRARIES + fixed, each) for fixed, each in refitting_moments(model, plan, longest)),
         *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
         *((LIBRARIES + fixed, each) for fixed, each in tuning_moments(model, plan, longest)),
         (LIBRARIES + max(encoded) + installing_bytes(model, plan), 0),
@@ -346,7 +353,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
     peaks = []
     done = 0
     algorithm = ALGORITHMS[plan.algorithm]
-    halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    halves = half_hessians(model, plan)
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
         rows = sum(outputs)
@@ -363,15 +370,72 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
         if plan.needs_gradients and plan.rotation is not None:
             factor += max(output_blocks.rotation_bytes(o) for o in outputs)
+        factor += FLOAT * rows * k if refits(model, plan, index) else 0  # refitted weights
         own = whole + factor + rows * k + encoded
         if model.layer.shares[index] < 1 and k <= SIDE_BY_SIDE:
             peaks.append((held, max(whole + halves[index], own + each)))
         else:
             peaks += [(held + whole + halves[index], 0), (held + own, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
-        if plan.learned is None:
+        if plan.refit:
+            done += FLOAT * rows * k  # as it runs, for the groups after it
+        elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
     return peaks
+
+
+def refits(model: ModelSize, plan: Plan, index: int) -> bool:
+    """Whether a group's weights are refitted; those of experts are not."""
+    return plan.refit and model.layer.shares[index] == 1
+
+
+def half_hessians(model: ModelSize, plan: Plan, *, rows: int = ROWS) -> list[int]:
+    """The bytes of each group's Hessian while the original's text runs, in strips of so many rows.
+
+    A group that is refitted has one of its own later.
+    """
+    return [
+        observer_bytes(k, rows=rows)
+        if plan.needs_hessian and (plan.searches_hessian or not refits(model, plan, index))
+        else 0
+        for index, (_, _, k) in enumerate(model.layer.groups)
+    ]
+
+
+def refitting_moments(
+    model: ModelSize, plan: Plan, tokens: int, *, rows: int = ROWS
+) -> list[tuple[int, int]]:
+    """Memory while a group's sums are taken, and while its weights are solved for.
+
+    Held are all weights of the layer, the groups before it as they run and as they are encoded, and
+    half Hessians of experts. Each worker runs a sequence, and has another's input and hidden state.
+
+    Args:
+        model: sizes of the model.
+        plan: plan of the artifact.
+        tokens: tokens of the longest sequence.
+        rows: rows of a strip of a Hessian.
+    """
+    moments = []
+    held = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
+    held += sum(half_hessians(model, plan, rows=rows))
+    for index, (names, outputs, k) in enumerate(model.layer.groups):
+        width = sum(outputs)
+        if refits(model, plan, index):
+            hidden = model.hidden if len(outputs) == 1 else 0
+            sums = refit.sums_bytes(k, hidden=hidden)
+            seen = FLOAT * tokens * (k + hidden)
+            none, one = (refit.working_bytes(k, width, workers=count) for count in (0, 1))
+            adding = folding_bytes(k, tokens) + seen
+            moments += [
+                (
+                    held + observer_bytes(k, rows=rows) + sums + adding,
+                    forward_bytes(model, tokens) + 2 * seen,
+                ),
+                (held + HESSIAN_SUM.nbytes(k) + sums + none, one - none),
+            ]
+        held += FLOAT * width * k + sum(_encoded_bytes(model, plan, name) for name in names)
+    return moments
 
 
 def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
@@ -383,18 +447,18 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
     """
     turns = []
     done = 0
-    halves = [
-        observer_bytes(k, rows=DEVICE_ROWS) if plan.needs_hessian else 0
-        for _, _, k in model.layer.groups
-    ]
+    halves = half_hessians(model, plan, rows=DEVICE_ROWS)
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
         rows = sum(outputs)
         hessian = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         held = left + sum(halves[index + 1 :]) + hessian + done
         held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
+        held += FLOAT * rows * k if refits(model, plan, index) else 0
         turns.append((held, rows, k))
-        if plan.learned is None:
+        if plan.refit:
+            done += FLOAT * rows * k
+        elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
         else:
             done += started_bytes(plan, names, outputs, k)

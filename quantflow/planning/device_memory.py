@@ -141,11 +141,7 @@ def quantize_on_device(
         return _files(plan)
     longest = max(lengths, default=cost.CANARY_TOKENS)
     size = dtype.itemsize
-    halves = (
-        sum(observer_bytes(k, rows=DEVICE_ROWS) for _, _, k in model.layer.groups)
-        if plan.needs_hessian
-        else 0
-    )
+    halves = sum(cost.half_hessians(model, plan, rows=DEVICE_ROWS))
     samples = min(SAMPLE_ROWS, sum(lengths))
     kept = FLOAT * samples * sum(k for _, _, k in cost.folds(model.layer)) if plan.needs_rows else 0
     inputs = cost.inputs_bytes(model, plan, longest) * size // FLOAT if plan.needs_text else 0
@@ -183,6 +179,9 @@ def quantize_on_device(
             else 0
         )
         peaks[f"group {index}"] = held + taken + rows * k
+    refitting = cost.refitting_moments(model, plan, longest, rows=DEVICE_ROWS)
+    for index, (fixed, each) in enumerate(refitting):
+        peaks[f"refitting {index}"] = fixed + each
     for index, (fixed, each) in enumerate(cost.learning_moments(model, plan, longest)):
         peaks[f"learning {index}"] = fixed + each
     for index, (fixed, each) in enumerate(cost.tuning_moments(model, plan, longest)):

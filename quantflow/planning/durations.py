@@ -151,11 +151,17 @@ class Speed:
                 )
                 if rounding is not None:
                     rounds += rounding.seconds(rows, k)
-                    work += hessian * share * tokens * k * k
+                    # half of a matrix, and a whole one beside it where weights are refitted
+                    sums = 3 if plan.refit and share == 1 else 1
+                    work += sums * hessian * share * tokens * k * k
                 else:
                     rounds += self.rounded[plan.name] * rows * k
         passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
         runs = passes * len(lengths)
+        if plan.refit:
+            # the original's once more to the layer's end; and both to each group, on the mean
+            # through half of the layer
+            runs += len(lengths) * (1 + sum(share == 1 for share in model.layer.shares))
         if plan.learned is not None:
             options = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
             runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **options)

@@ -5,7 +5,16 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
+from quantflow.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    LEARNING,
+    REFIT,
+    TUNE,
+    refit,
+    supports_of,
+    tune,
+)
 from quantflow.core.block_types import BLOCK_TYPES, SMALLER
 from quantflow.core.groups import COMMON_SIZES, group_size_for
 from quantflow.core.scheme import (
@@ -19,7 +28,7 @@ from quantflow.core.scheme import (
 from quantflow.errors import InputError, SchemeError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.formats.llama_cpp.mixtures import Position, type_of
-from quantflow.models.graph import Graph
+from quantflow.models.graph import Graph, LinearGroup
 from quantflow.models.matching import matching
 from quantflow.observers import observers_for
 from quantflow.observers.hessian import HESSIAN_SUM
@@ -45,6 +54,7 @@ from quantflow.planning.requirements import (
     learned_of,
     needs_of,
     override_of,
+    refit_of,
     transforms_of,
     tune_of,
 )
@@ -85,6 +95,8 @@ class Plan:
         learned: settings of learned rounding, which starts from the algorithm's result; None
             without.
         tune: settings for tuning the scales of all layers together at the end; None leaves them.
+        refit: whether weights are fitted to the inputs of the quantized model before they are
+            quantized.
     """
 
     name: str
@@ -99,6 +111,7 @@ class Plan:
     kv_cache: TensorScheme | None = None
     learned: SignRound | None = None
     tune: Tune | None = None
+    refit: bool = False
 
     @property
     def method(self) -> str:
@@ -112,6 +125,7 @@ class Plan:
         by_name[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         by_name |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
         by_name |= {} if self.tune is None else {TUNE: tune.VERSION}
+        by_name |= {REFIT: refit.VERSION} if self.refit else {}
         apart = {"head": self.head, "mtp": self.mtp}
         return by_name | {
             key: ALGORITHMS[part.algorithm].VERSION
@@ -132,6 +146,13 @@ class Plan:
         return HESSIAN_SUM.name in self.needs
 
     @property
+    def searches_hessian(self) -> bool:
+        """Whether a transform's search reads the Hessian of the original's inputs."""
+        return any(
+            HESSIAN_SUM.name in TRANSFORMS[name].needs(options) for name, options in self.smoothings
+        )
+
+    @property
     def needs_gradients(self) -> bool:
         """Whether the algorithm reads the measured gradients by each output."""
         return GRADIENT_SUM in self.needs
@@ -150,6 +171,18 @@ class Plan:
     def learns(self) -> bool:
         """Whether learned rounding or tuning follows gradients on all of the calibration text."""
         return self.learned is not None or self.tune is not None
+
+    @property
+    def twice(self) -> bool:
+        """Whether the text also runs through the quantized layers while they are quantized."""
+        return self.learned is not None or self.refit
+
+    def refits(self, group: LinearGroup) -> bool:
+        """Whether a group's weights are fitted to the inputs of the quantized model.
+
+        Those of experts are not: other tokens are sent to them there.
+        """
+        return self.refit and group.expert is None
 
     @property
     def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -237,6 +270,7 @@ class Plan:
             "schemes": schemes,
             "algorithm": self.method,
             "transforms": transforms,
+            **({REFIT: True} if self.refit else {}),
             **head,
             **more,
         }
@@ -248,6 +282,8 @@ def float32_only(entry: Quantize, plan: Plan) -> str | None:
         return "no text passes through them"
     if plan.learns:
         return "rounding is learned in float32"
+    if plan.refit:
+        return "weights are refitted in float32"
     if entry.quantized_inputs:
         return "the text passes through the quantized layers"
     return None
@@ -313,6 +349,9 @@ def resolve(
         check_tuning(entry.name, scheme, transforms=transforms)
     if tuning is not None:
         check_model(entry.name, TUNE, supports_of(TUNE), graph=graph, ranks=ranks)
+    refits = refit_of(entry)
+    if refits:
+        check_model(entry.name, REFIT, supports_of(REFIT), graph=graph, ranks=ranks)
     for name, _ in transforms:
         check_model(entry.name, name, KNOWN[name].SUPPORTS, graph=graph, ranks=ranks)
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
@@ -369,6 +408,7 @@ def resolve(
         mtp=mtp,
         learned=learned,
         tune=tuning,
+        refit=refits,
     )
 
 

@@ -467,6 +467,12 @@ class Quantize:
         help="Quantize layers that predict further tokens (MTP) too: FP8_DYNAMIC, W8A16, "
         "W4A16:hqq:64 (default: leave them as they are).",
     )
+    refit: bool | None = _for_quantize(
+        None,
+        "--refit/--no-refit",
+        help="Fit weights to the inputs that the quantized layers before them hand on, so that "
+        "they make up for these (default: best does, below 8 bits).",
+    )
     quantized_inputs: bool | None = _for_quantize(
         None,
         "--quantized-inputs/--original-inputs",

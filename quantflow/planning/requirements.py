@@ -10,6 +10,7 @@ from quantflow.algorithms import (
     BLOCK_ALGORITHMS,
     COMBINATIONS,
     LEARNING,
+    REFIT,
     Combination,
     rtn_mse,
     supports_of,
@@ -260,6 +261,35 @@ def tune_of(entry: Quantize) -> Tune | None:
     if combination is None or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
         return None
     return Tune(steps=combination.steps, sequences=combination.sequences)
+
+
+def refit_of(entry: Quantize) -> bool:
+    """Whether an entry's weights are fitted to the inputs of the quantized model.
+
+    Raises:
+        UsageError: they are to be, and the algorithm reads no Hessian or learns, or the recipe
+            chooses the inputs that calibrate a layer.
+    """
+    algorithm, learned = algorithm_of(entry), learned_of(entry)
+    if entry.refit is None:
+        combination = _combination_of(entry)
+        return (
+            combination is not None
+            and combination.refits(preset(entry.scheme))
+            and entry.quantized_inputs is None
+        )
+    if not entry.refit:
+        return False
+    refusal = supports_of(REFIT).layer_inputs
+    if entry.quantized_inputs is not None and refusal is not None:
+        raise refusal.error(f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {REFIT}")
+    if learned is not None or HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS:
+        reading = [name for name, of in ALGORITHMS.items() if HESSIAN_SUM.name in of.NEEDS]
+        raise UsageError(
+            f"{entry.name}: {REFIT} with algorithm {LEARNING if learned else algorithm}",
+            f"choose {', '.join(reading)}, good or best, or leave refit out",
+        )
+    return True
 
 
 def _combination_of(entry: Quantize) -> Combination | None:

@@ -6,7 +6,9 @@ The steps have a fixed order, since each reads what the one before left:
 2. Smooth (quantflow/quantizing/smoothing.py), and prove on the canary that the layer is still the
    same function.
 3. Treat experts that got too few tokens (quantflow/planning/experts.py).
-4. Quantize the linears, group by group: `_quantize_groups`.
+4. Quantize the linears, group by group: `_quantize_groups`. Where weights are refitted, each group
+   is first fitted to the inputs that the groups before it left
+   (quantflow/quantizing/refitting.py).
 5. Learn rounding from there, where the plan says so (quantflow/quantizing/learned_rounding.py).
 6. Put the quantized linears in place, for the error of each output and for the next layer.
 
@@ -20,8 +22,8 @@ other steps.
 Peak memory has three candidates. While sequences run: the layer and half a Hessian per group. While
 a fold is searched: one whole Hessian beside these. While a group is quantized: its whole Hessian,
 which its algorithm overwrites, and the weights and half Hessians of the groups still to come.
-Learned rounding keeps all weights until the end. Weights are as stored, or float32 where a
-transform may change them.
+Refitting and learned rounding keep all weights until the end. Weights are as stored, or float32
+where a transform may change them.
 
 All of this lies on the layer's device (quantflow/core/device.py). Host memory has the tensors of
 the layer's file, the statistics of static inputs, the sums of gradients' products, and the group
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS, NEAREST
-from quantflow.backends import BACKENDS
+from quantflow.algorithms.refit import Refitted
 from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import SEQUENTIAL, Workers
@@ -68,7 +70,9 @@ from quantflow.quantizing.open_layer import (
     LayerText,
     OpenLayer,
     RoundedLinear,
+    reference_linear,
 )
+from quantflow.quantizing.refitting import LayerRefit, writers_of
 from quantflow.quantizing.rotated import Rotated
 from quantflow.quantizing.smoothing import smooth_
 from quantflow.quantizing.static_inputs import input_of
@@ -81,7 +85,6 @@ from quantflow.quantizing.undercalibrated import (
     short_of_tokens,
     treat,
 )
-from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
 
 FORMAT = FORMATS[DEFAULT]
@@ -176,14 +179,22 @@ def quantize_layer(
         opened, smoothed.statistics, routed=routed, fed=measured.fed
     )
     # 4 and 5. groups, and learned rounding; each card its own groups
+    refit = None
+    if plan.refit:
+        writers = writers_of(opened, text.canary, outputs=outputs, output=canary)
+        refit = LayerRefit(opened, text, writers=writers)
     own = _quantize_groups(
         opened,
         text,
         hessians=hessians,
         treatment=treatment,
         gradient=partial(_gradient, opened, measured, smoothed.factors),
+        refit=refit,
         execution=execution,
     )
+    if refit is not None:
+        refit.end(workers=execution.workers)
+        _release(opened, list(own))
     linears = _exchange(opened.layer, own, team=execution.team)
     give_back_holes()
     # 6. quantized linears in place; `inputs` and `outputs` are those of the smoothed layer before
@@ -241,12 +252,8 @@ def install_all(
         scheme = plan.schemes[name]
         old: Any = module.get_submodule(layer.relative(name))
         if scheme is not None:
-            bias = None if old.bias is None else old.bias.detach().float()
             quantized = FORMAT.decode(name, tensors, scheme).to(device.kind)
-            linear = QuantLinear(
-                quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32
-            )
-            module.set_submodule(layer.relative(name), linear)
+            module.set_submodule(layer.relative(name), reference_linear(quantized, old.bias))
             give_back_holes()
         else:
             # In one product from float32, as export's proof runs it: equal bits then do not depend
@@ -390,9 +397,12 @@ def _quantize_groups(
     hessians: dict[int, HessianObserver],
     treatment: Treatment,
     gradient: Gradient,
+    refit: LayerRefit | None,
     execution: Execution,
 ) -> dict[str, EncodedLinear]:
-    """Quantize the linears of this card's groups; each weight is let go of once it is encoded.
+    """Quantize the linears of this card's groups.
+
+    Each weight is let go of once it is encoded, unless later groups are refitted with it.
 
     Args:
         opened: the layer.
@@ -400,6 +410,8 @@ def _quantize_groups(
         hessians: group's number -> Hessian; each is taken out where its group is quantized.
         treatment: the statistics of each linear's input, and experts that got too few tokens.
         gradient: reader of `gradient_sum`, for algorithms that need it.
+        refit: fits each group to the inputs that the quantized model hands it; None where weights
+            stay.
         execution: workers, progress and the other cards.
     """
     plan = opened.plan
@@ -419,6 +431,7 @@ def _quantize_groups(
             hessians=hessians,
             treatment=treatment,
             gradient=gradient,
+            refit=refit,
             execution=execution if len(numbers) == 1 else alone,
         )
         workers = SEQUENTIAL if len(numbers) == 1 else execution.workers
@@ -430,6 +443,8 @@ def _quantize_groups(
             rounded = next(results)
             encoded |= rounded.encoded
             waiting |= rounded.waiting
+            if refit is not None:
+                refit.put({name: linear.tensors for name, linear in rounded.encoded.items()})
             del rounded  # before the next group is quantized
     if plan.learned is not None and waiting:
         waiting = learn(
@@ -496,13 +511,17 @@ def _quantize_group(
     hessians: dict[int, HessianObserver],
     treatment: Treatment,
     gradient: Gradient,
+    refit: LayerRefit | None,
     execution: Execution,
 ) -> _RoundedGroup:
     """Quantize the linears of a group, scheme by scheme; arguments are `_quantize_groups`'."""
     plan, group = opened.plan, opened.layer.groups[number]
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
+    refitted = None if refit is None else refit.refit(group, execution=execution)
     statistics = _input_statistics(group, hessians.pop(number, None), treatment)
+    if refitted is not None:
+        statistics |= refitted.statistics
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name in group.linears:
         scheme = plan.schemes[name]
@@ -519,6 +538,7 @@ def _quantize_group(
             clips=plan.clips and not nearest,
             statistics=statistics,
             gradient=partial(_shrunk, gradient, treatment),
+            refitted=refitted,
             last=scheme is schemes[-1],
             execution=execution,
         )
@@ -559,6 +579,7 @@ def _quantize_members(
     clips: bool,
     statistics: dict[str, Tensor],
     gradient: Gradient,
+    refitted: Refitted | None,
     last: bool,
     execution: Execution,
 ) -> dict[str, RoundedLinear]:
@@ -573,6 +594,7 @@ def _quantize_members(
         statistics: statistics of their input; the `last` linears of a group may overwrite its
             Hessian, which is then removed.
         gradient: reader of `gradient_sum`, for algorithms that need it.
+        refitted: weights to round in the place of the linears' own.
         last: no other linears read the statistics afterwards.
         execution: workers that run linears.
 
@@ -588,7 +610,10 @@ def _quantize_members(
             gradients = {f"{name}|{statistic}": place.put(gradient(name)) for name in members}
         else:
             _required(statistics, members[0], statistic)
-    weights: Mapping[str, Tensor] = {name: opened.weight(name) for name in members}
+    weights: Mapping[str, Tensor] = {
+        name: opened.weight(name) if refitted is None else refitted.weights[name]
+        for name in members
+    }
     scale_dtype = FORMAT.scale_dtype(scheme, opened.dtype_of(f"{members[0]}.weight"))
     shares: Mapping[str, float] = {}
     if clips:
@@ -677,7 +702,10 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
 def _encode(
     opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers
 ) -> dict[str, EncodedLinear]:
-    """Linears as the layer's file holds them; their weights are let go of."""
+    """Linears as the layer's file holds them.
+
+    Their weights are let go of, but where later groups are refitted with them.
+    """
     encoded = {}
     errors = workers.map(
         lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded)
@@ -699,7 +727,8 @@ def _encode(
             error=error_from(*sums, name=name),
             decisions={**clipped, **result.decisions, **seen.decisions},
         )
-    _release(opened, list(rounded))
+    if not opened.plan.refit:
+        _release(opened, list(rounded))
     return encoded
 
 

@@ -114,10 +114,11 @@ class Forward:
             progress=self.progress,
         )
         stream = LayerStream(source, self.graph, device=self.device)
-        # The canary is last, so that the others can go on before the layer is quantized. Learned
-        # rounding needs the text twice: after the original layers, and after the quantized ones.
+        # The canary is last, so that the others can go on before the layer is quantized. Refitting
+        # and learned rounding need the text twice: after the original layers, and after the
+        # quantized ones.
         text = self.team.mine(self._calibration)
-        sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
+        sequences = [*text, *(text if self.plan.twice else ()), tokens]
         opened = partial(
             HiddenStates,
             len(sequences),
@@ -205,9 +206,9 @@ class Forward:
         Returns:
             The canary's hidden state, [1, S, H].
         """
-        learned = self.plan.learned is not None
+        twice = self.plan.twice
         *calibration, canary = states
-        again = calibration[len(calibration) // 2 :] if learned else []
+        again = calibration[len(calibration) // 2 :] if twice else []
         calibration = calibration[: len(calibration) - len(again)]
         path = layer_store.layer_path(self.folder, layer.index)
         layer_key = digest_of([self.key, layer.index])
@@ -237,8 +238,9 @@ class Forward:
                     states=calibration,
                     again=again,
                     tokens=[len(sequence) for sequence in self._calibration],
-                    keep_outputs=originals or learned,
+                    keep_outputs=originals or self.plan.learned is not None,
                     stream=text_stream,
+                    cache=cache,
                 ),
                 measured=self._measured(layer),
                 execution=Execution(
@@ -269,10 +271,10 @@ class Forward:
                 tensors |= fetched(quantized.factors, self.device)
             layer_store.write_layer(path, tensors, record)
         if more:
-            if learned or not originals:
+            if twice or not originals:
                 self.progress.doing("through the quantized layer")
                 stream.advance(
-                    module, again if learned else calibration, cache=cache, workers=self.workers
+                    module, again if twice else calibration, cache=cache, workers=self.workers
                 )
             canary.store.put(canary.index, output)
         return output

@@ -62,7 +62,7 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
         hessians = {
             number: HessianObserver(features=features[number])
             for number in owned
-            if plan.needs_hessian
+            if plan.needs_hessian and (plan.searches_hessian or not plan.refits(groups[number]))
         }
         others = {
             number: _observers(plan, text, group=groups[number], features=features[number])
@@ -136,6 +136,8 @@ def _run(
         return state, hidden, inputs, seen.routed
 
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
+    # a layer that is refitted runs on what enters it once more, and its outputs are put after that
+    keeps = text.keep_outputs and not opened.plan.refit
     total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
     seen_by_experts = EXPERT_TOKENS[opened.plan.fed]
     with (
@@ -154,7 +156,7 @@ def _run(
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
             total = total + tokens
             team.gather(inputs, features, add=add, dtype=text.stream.dtype)
-            if text.keep_outputs and state is not None and hidden is not None:
+            if keeps and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             del state, hidden, inputs  # before the next ones are waited for
     give_back_holes()

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from quantflow.backends import BACKENDS
 from quantflow.core.device import Device
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.parallel import Workers
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 from quantflow.distributed.team import Team
@@ -26,6 +29,7 @@ from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantizing.rotated import Rotated
 from quantflow.quantizing.static_inputs import LinearInput
+from quantflow.runtime.linear import QuantLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +105,11 @@ class LayerText:
         stream: the model in the dtype in which the calibration sequences run, the layer's own or
             another.
         again: the same sequences as they leave the quantized layers before this one; empty where
-            rounding is not learned.
+            neither rounding is learned nor weights are refitted.
         tokens: length of each calibration sequence, those of every card in sample order.
         keep_outputs: make the original layer's outputs the states' next hidden states while the
             text runs.
+        cache: the rounded KV cache of the quantized model; None without.
     """
 
     canary: State
@@ -113,6 +118,7 @@ class LayerText:
     keep_outputs: bool
     stream: LayerStream
     again: Sequence[State] = ()
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,3 +177,13 @@ class RoundedLinear:
     scale_dtype: torch.dtype
     input: LinearInput
     clipped_groups: float | None = None
+
+
+def reference_linear(quantized: QuantizedLinear, bias: Tensor | None) -> QuantLinear:
+    """A quantized linear as the quantized layer runs it, in float32, with a linear's bias."""
+    return QuantLinear(
+        quantized,
+        bias=None if bias is None else bias.detach().float(),
+        backend=BACKENDS["reference"],
+        dtype=torch.float32,
+    )

@@ -494,9 +494,9 @@ def _allow(
     )
     device = _device(job)
     there = allow_on_device(need, job.resources, device)
-    # two generations, of both texts where rounding is learned
+    # two generations, of both texts where the text runs twice
     both = 2 * hidden_bytes(sizes, lengths) * _text_dtype(job, plan).itemsize // FLOAT
-    both *= 1 if plan.learned is None else 2
+    both *= 2 if plan.twice else 1
     if not lengths or not keeps_hidden_states(need, both, job.resources, device):
         return allowance, there, False
     return allowance, need.peak + both, True

@@ -12,7 +12,13 @@ from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
 from quantflow.numerics import output_blocks
-from quantflow.planning.cost import LIBRARIES, MemoryNeed, need_layers, need_measure
+from quantflow.planning.cost import (
+    LIBRARIES,
+    MemoryNeed,
+    need_layers,
+    need_measure,
+    refitting_moments,
+)
 from quantflow.planning.durations import GptqSpeed, Speed
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize, Resources, SignRound
@@ -258,6 +264,32 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
     # rows that take a step: in so small a layer they are more than a gradient of all weights
     units = 3 * 6 * 4 * (1 << 18)
     assert units + activations < each < units + 10 * activations
+
+
+def test_refitting_needs_the_text_twice_and_keeps_the_layer_and_its_groups_as_they_run():
+    plain, fitted = (
+        need_layers(MODEL, plan("W4A16", algorithm="gptq", refit=fits), lengths=[10])
+        for fits in (False, True)
+    )
+    assert fitted.scratch == 2 * plain.scratch == 2 * 2 * 4 * HIDDEN * 10
+    assert fitted.result == plain.result
+    count = len(MODEL.layer.groups)
+    assert len(fitted.peaks) == len(plain.peaks) + 2 * count
+    names, outputs, features = MODEL.layer.groups[-1]
+    assert len(names) == len(outputs) == 1  # it adds to the hidden state
+    stored = 2 * (LAYER - 256) + 4 * 256  # the norm is in float32
+    before = LAYER - 256 - outputs[0] * features  # weights of the groups before
+    moments = refitting_moments(MODEL, plan("W4A16", algorithm="gptq", refit=True), 10)
+    assert moments == [
+        (fixed - LIBRARIES, each) for fixed, each in fitted.peaks[-2 * count - 3 : -3]
+    ]
+    summing, solving = moments[-2:]
+    sums = 4 * features * (features + HIDDEN)
+    held = stored + 4 * before + sums + 4 * features**2
+    # beside these the encoded groups before: half a byte and a sixty-fourth of a weight
+    assert held < solving[0] - 4 * features * (features + outputs[0]) < held + before
+    assert solving[1] == 3 * 4 * 256 * features
+    assert summing[1] > 2 * 4 * 10 * (features + HIDDEN)
 
 
 def test_learning_runs_each_sequence_there_and_back_in_every_iteration():

@@ -477,7 +477,7 @@ def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
 
     with monkeypatch.context() as patch:
         patch.setattr(yaqa, "quantize_group", watched)
-        made(llama, measured, folder, replace(ENTRY, **words))
+        made(llama, measured, folder, replace(ENTRY, refit=False, **words))
     return seen
 
 
