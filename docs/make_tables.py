@@ -15,6 +15,7 @@ from quantflow.algorithms import (
     BLOCK_ALGORITHMS,
     COMBINATIONS,
     NEAREST,
+    REFIT,
     TUNE,
     supports_of,
 )
@@ -25,7 +26,7 @@ from quantflow.transforms import ROTATIONS
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-ALGORITHM_COLUMNS = (*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE)
+ALGORITHM_COLUMNS = (*ALGORITHMS, *BLOCK_ALGORITHMS, REFIT, TUNE)
 COLUMNS = (*ALGORITHM_COLUMNS, *KNOWN)
 FEATURES = 4096  # of the linear whose memory is named
 
@@ -96,8 +97,10 @@ def _scheme_rows(notes: Notes) -> list[list[str]]:
 
 def _combined(word: str, scheme: LinearScheme) -> str:
     combination = COMBINATIONS[word]
-    name = combination.algorithm(scheme.weights)
-    return f"{name}, {TUNE}" if combination.tunes(scheme, rotated=False) else name
+    refits = combination.refits(scheme)
+    steps = [REFIT] * refits + [combination.algorithm(scheme.weights)]
+    steps += [TUNE] * combination.tunes(scheme, rotated=False, refits=refits)
+    return ", ".join(steps)
 
 
 def _each_word(cell: str) -> list[str]:

@@ -147,6 +147,9 @@ REFIT = refit.NAME
 NEAREST = rtn.NAME
 
 
+TUNED_BITS = 2  # the most bits of refitted weights whose scales are still worth tuning
+
+
 @dataclass(frozen=True, kw_only=True)
 class Combination:
     """The algorithms that a word of recipes stands for.
@@ -159,8 +162,8 @@ class Combination:
         rounding: algorithm of weights of less than 8 bits.
         searches: whether the smoothing is searched where neither scheme nor recipe names a
             transform.
-        steps: steps of `tune` afterwards, where weights are integers of less than 8 bits and inputs
-            are not quantized.
+        steps: steps of `tune` afterwards, where weights are integers of less than 8 bits, or of 2
+            where they are refitted, and inputs are not quantized.
         sequences: sequences of each step.
         refitted: whether weights of less than 8 bits are refitted.
     """
@@ -190,8 +193,14 @@ class Combination:
         """Whether weights are fitted to the inputs of the quantized model."""
         return self.refitted and _few_bits(scheme.weights)
 
-    def tunes(self, scheme: LinearScheme, *, rotated: bool) -> bool:
-        """Whether scales are tuned afterwards."""
+    def tunes(self, scheme: LinearScheme, *, rotated: bool, refits: bool) -> bool:
+        """Whether scales are tuned afterwards.
+
+        Where weights make up for the layers before them, tuned scales gain 0.5 % at 3 bits and
+        nothing at 4 (docs/accuracy.md).
+        """
+        if refits and scheme.weights.code_bits > TUNED_BITS:
+            return False
         refused = tune.SUPPORTS.scheme(scheme) is not None or (
             rotated and tune.SUPPORTS.rotations is not None
         )

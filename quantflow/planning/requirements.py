@@ -258,7 +258,9 @@ def tune_of(entry: Quantize) -> Tune | None:
         batch = asked.batch if combination is None else combination.sequences
         named = replace(asked, sequences=batch) if asked.sequences is None else asked
         return named if asked.steps else None
-    if combination is None or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
+    if combination is None or not combination.tunes(
+        preset(entry.scheme), rotated=_rotated(entry), refits=refit_of(entry)
+    ):
         return None
     return Tune(steps=combination.steps, sequences=combination.sequences)
 
