@@ -107,6 +107,7 @@ if TYPE_CHECKING:
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
 LATER = (
+    "refit",
     "linears",
     "scale_method",
     "scale_arithmetic",
