@@ -165,14 +165,12 @@ class Combination:
         steps: steps of `tune` afterwards, where weights are integers of less than 8 bits, or of 2
             where they are refitted, and inputs are not quantized.
         sequences: sequences of each step.
-        refitted: whether weights of less than 8 bits are refitted.
     """
 
     rounding: str
     searches: bool
     steps: int
     sequences: int
-    refitted: bool = False
 
     def algorithm(self, weights: TensorScheme) -> str:
         """The algorithm that rounds such weights; gptq for 8 bits and float8."""
@@ -190,8 +188,8 @@ class Combination:
         )
 
     def refits(self, scheme: LinearScheme) -> bool:
-        """Whether weights are fitted to the inputs of the quantized model."""
-        return self.refitted and _few_bits(scheme.weights)
+        """Whether weights are fitted to the inputs of the quantized model, before the rounding."""
+        return _few_bits(scheme.weights)
 
     def tunes(self, scheme: LinearScheme, *, rotated: bool, refits: bool) -> bool:
         """Whether scales are tuned afterwards.
@@ -208,7 +206,7 @@ class Combination:
 
 
 COMBINATIONS: dict[str, Combination] = {
-    "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4, refitted=True),
+    "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4),
     "good": Combination(rounding=gptq.NAME, searches=True, steps=32, sequences=2),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from quantflow.algorithms import TUNE
+from quantflow.algorithms import REFIT, TUNE
 from quantflow.files.inspect import output_errors
 from quantflow.files.ledger import UNUSED
 from quantflow.planning.finished_plan import kv_words_of
@@ -128,6 +128,7 @@ def model_card(manifest: Mapping[str, Any], quantization: Mapping[str, Any]) -> 
         "",
         f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by "
         f"{resolved['algorithm']}"
+        f"{', weights refitted to the inputs before' if REFIT in resolved else ''}"
         f"{', scales tuned end to end' if TUNE in resolved else ''}"
         f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}{_mtp(mtp)}",
         "",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
-from quantflow.algorithms import TUNE
+from quantflow.algorithms import REFIT, TUNE
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
 from quantflow.core.scale_rules import Rule
@@ -125,6 +125,7 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         algorithm=plan["learned"]["start"] if "learned" in plan else plan["algorithm"],
         learned=SignRound(**plan["learned"]) if "learned" in plan else None,
         tune=Tune(**plan[TUNE]) if TUNE in plan else None,
+        refit=plan.get(REFIT, False),
         transforms=(),
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",

@@ -471,7 +471,7 @@ class Quantize:
         None,
         "--refit/--no-refit",
         help="Fit weights to the inputs that the quantized layers before them hand on, so that "
-        "they make up for these (default: best does, below 8 bits).",
+        "they make up for these (default: what good and best do, below 8 bits).",
     )
     quantized_inputs: bool | None = _for_quantize(
         None,

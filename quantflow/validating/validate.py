@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from quantflow import cpu_threads, process_memory
-from quantflow.algorithms import TUNE
+from quantflow.algorithms import REFIT, TUNE
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import Device, open_device
 from quantflow.core.dtypes import RUNNING
@@ -412,7 +412,9 @@ def _validate(
         parameters=parameters,
         scheme=scheme,
         kv_cache=kv_words_of(resolved),
-        algorithm=f"{algorithm} + {TUNE}" if TUNE in resolved else algorithm,
+        algorithm=" + ".join(
+            [*filter(resolved.get, [REFIT]), algorithm, *filter(resolved.get, [TUNE])]
+        ),
         transforms=resolved["transforms"],
         model=manifest["source"]["name"],
         size=sum(entry["bytes"] for entry in manifest["files"].values()),

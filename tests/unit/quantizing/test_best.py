@@ -419,7 +419,7 @@ def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha
     )
 
 
-GOOD = ("--scheme", "W4A16", "--group-size", 32, "--algorithm", "good")
+GOOD = ("--scheme", "W2A16", "--group-size", 32, "--algorithm", "good")
 
 
 @pytest.mark.slow
@@ -452,7 +452,8 @@ def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, wo
     combination = COMBINATIONS[word]
     tune = Tune(steps=2, sequences=2)
     entry = replace(ENTRY, algorithm=word, tune=tune)
-    parts = replace(entry, algorithm=combination.rounding, transforms=(dict([AUTO]),))
+    smoothed = (dict([AUTO]),)
+    parts = replace(entry, algorithm=combination.rounding, transforms=smoothed, refit=True)
     one, other = (
         files(made(llama, measured, tmp_path / name, each))
         for name, each in (("1", entry), ("2", parts))
@@ -515,7 +516,7 @@ def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
 def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
-        made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
+        made(llama, None, tmp_path / "out", replace(ENTRY, tune=None, scheme="W2A16"))
     job = MeasureJob(
         model=llama,
         output=tmp_path / "1",

@@ -7,9 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.algorithms import COMBINATIONS
 from quantflow.algorithms.refit import RefitSums
-from quantflow.core.scheme import preset
 from quantflow.errors import UsageError
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
@@ -18,6 +16,7 @@ from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.models.capture import LayerStream
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import (
     Calibration,
     KVCacheSettings,
@@ -206,6 +205,9 @@ def test_the_record_and_the_key_say_so(llama, measured_family, tmp_path):
         told[fits] = json.loads((folder / "quantize.json").read_text())
     assert told[True]["plan"]["refit"] is True
     assert "refit" not in told[False]["plan"]
+    assert [plan_from(told[fits]).refit for fits in (True, False)] == [True, False]
+    export.run(ExportJob(source=tmp_path / "True", output=tmp_path / "artifact"), QUIET)
+    assert "weights refitted" in (tmp_path / "artifact" / "README.md").read_text()
     assert files(tmp_path / "True") != files(tmp_path / "False")
 
 
@@ -298,15 +300,15 @@ def test_ranks_are_refused(llama, measured_family, tmp_path):
         ("FP8", {}, False),
         ("W4A16", {"refit": False}, False),
         ("W4A16", {"quantized_inputs": False}, False),
-        ("W4A16", {"algorithm": "good"}, False),
+        ("W4A16", {"algorithm": "good"}, True),
+        ("FP8", {"algorithm": "good"}, False),
         ("W4A16", {"algorithm": "gptq"}, False),
         ("W4A16", {"algorithm": "gptq", "refit": True}, True),
     ],
 )
-def test_best_refits_below_8_bits_unless_told_not_to(scheme, words, fits):
+def test_good_and_best_refit_below_8_bits_unless_told_not_to(scheme, words, fits):
     entry = Quantize(name="a", scheme=scheme, **{"algorithm": "best", **words})
     assert refit_of(entry) == fits
-    assert COMBINATIONS["best"].refits(preset("W4A16"))
 
 
 def test_best_tunes_what_it_refitted(llama, tmp_path, text_files):

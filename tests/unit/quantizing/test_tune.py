@@ -462,14 +462,18 @@ def test_it_goes_on_from_every_algorithm_and_the_proof_holds(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ({"scheme": "W4A16"}, True),
-        ({"scheme": "W4A16", "transforms": ({"awq": {}},)}, True),
-        ({"scheme": "W4A16", "transforms": ({"hadamard": {}},)}, False),
+        ({"scheme": "W2A16"}, True),
         ({"scheme": "W2A16_ASYM"}, True),
+        ({"scheme": "W2A16", "transforms": ({"awq": {}},)}, True),
+        ({"scheme": "W2A16", "transforms": ({"hadamard": {}},)}, False),
+        ({"scheme": "W3A16"}, False),  # refitted
+        ({"scheme": "W4A16"}, False),
+        ({"scheme": "W4A16", "refit": False}, True),
+        ({"scheme": "W4A16", "quantized_inputs": True}, True),
         ({"scheme": "W8A16"}, False),
         ({"scheme": "W8A8"}, False),
         ({"scheme": "FP8_DYNAMIC"}, False),
-        ({"scheme": "W4A16", "tune": Tune(steps=0)}, False),
+        ({"scheme": "W2A16", "tune": Tune(steps=0)}, False),
     ],
 )
 @pytest.mark.parametrize("word", COMBINATIONS)
