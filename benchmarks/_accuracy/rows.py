@@ -88,8 +88,8 @@ FLOAT4 = {
 }
 # Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
-# `best` with as much calibration text again, which the model writes, and twice the steps, each of
-# twice the sequences.
+# `best` with as much calibration text again, which the model writes; where it tunes, twice the steps,
+# each of twice the sequences.
 SYNTHETIC = ("--synthetic", "64")
 TUNED_ON_IT = ("--tune", "64", "--set", "quantize.0.tune.sequences=8")
 LLAMA_CPP = (
@@ -259,9 +259,21 @@ def _ours(place: Place) -> Iterator[Row]:
             )
     for scheme in place.weights:
         if scheme.symmetric and scheme.bits < 8:
-            options = ("--group-size", str(scheme.group), *SYNTHETIC, *TUNED_ON_IT)
-            row = _our_row(place, "best", name=scheme.name, scheme=scheme.preset, options=options)
-            yield replace(row, program=f"{row.program} synthetic")
+            group = ("--group-size", str(scheme.group))
+            tuned = TUNED_ON_IT if scheme.bits == 2 else ()
+            more = {
+                "best synthetic": (*group, *SYNTHETIC, *tuned),
+                "gptq refit": (*group, "--refit"),
+            }
+            for program, options in more.items():
+                row = _our_row(
+                    place,
+                    program.split()[0],
+                    name=scheme.name,
+                    scheme=scheme.preset,
+                    options=options,
+                )
+                yield replace(row, program=f"{OURS} {program}")
     for name in FLOAT4:
         row = _our_row(place, "best", name=name, scheme=name, options=SYNTHETIC)
         yield replace(row, program=f"{row.program} synthetic")
