@@ -88,8 +88,8 @@ FLOAT4 = {
 }
 # Transforms in the place of those that `best` takes by itself -> its schemes with such a row.
 TRANSFORMED = {"hadamard": ("NVFP4", "MXFP4", "W2A16 g64")}
-# `best` with as much calibration text again, which the model writes; where it tunes, twice the steps,
-# each of twice the sequences.
+# `best` with as much calibration text again, which the model writes; where it tunes, twice the
+# steps, each of twice the sequences.
 SYNTHETIC = ("--synthetic", "64")
 TUNED_ON_IT = ("--tune", "64", "--set", "quantize.0.tune.sequences=8")
 LLAMA_CPP = (
