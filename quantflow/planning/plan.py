@@ -168,6 +168,14 @@ class Plan:
         return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learns
 
     @property
+    def collects(self) -> bool:
+        """Whether statistics are collected while the original's text runs through a dense layer."""
+        hessians = self.needs_hessian and (self.searches_hessian or not self.refit)
+        return (
+            hessians or self.needs_rows or bool(self.observed) or (self.learns and not self.refit)
+        )
+
+    @property
     def learns(self) -> bool:
         """Whether learned rounding or tuning follows gradients on all of the calibration text."""
         return self.learned is not None or self.tune is not None

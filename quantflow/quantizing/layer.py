@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantflow.algorithms import ALGORITHMS, NEAREST
+from quantflow.algorithms import ALGORITHMS, NEAREST, REFIT
 from quantflow.algorithms.refit import Refitted
 from quantflow.core.cast import WIDER_MODEL, cast
 from quantflow.core.device import HOST, Device, fetched
@@ -159,7 +159,8 @@ def quantize_layer(
     plan = opened.plan
     # 1. statistics; the original layer's answer to the canary comes first, for the proof of step 2
     original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
-    traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
+    collects = plan.collects or opened.layer.experts > 0
+    traffic = collect_traffic(opened, text, execution=execution) if collects else Traffic()
     hessians = traffic.hessians
     routed = measured.routed if traffic.routed is None else traffic.routed
     # 2. smoothing changes weights, Hessians and the other statistics alike
@@ -655,13 +656,24 @@ def _quantize_members(
         )
     if last:
         statistics.pop(HESSIAN_SUM.name, None)
+
+    def change(name: str) -> float:
+        return relative_error(opened.weight(name), weights[name], name=name)
+
     vectors = {
         name: statistic for name, statistic in statistics.items() if name != HESSIAN_SUM.name
     }
     seen = input_of(members[0], scheme, fetched(vectors, device))
     return {
         name: RoundedLinear(
-            result=replace(result, decisions={**result.decisions, **comparison.get(name, {})}),
+            result=replace(
+                result,
+                decisions={
+                    **result.decisions,
+                    **comparison.get(name, {}),
+                    **({} if refitted is None else {REFIT: change(name)}),
+                },
+            ),
             scheme=scheme,
             scale_dtype=scale_dtype,
             input=seen,

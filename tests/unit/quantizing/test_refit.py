@@ -79,6 +79,16 @@ def inputs_of(model, names, sequences):
     return seen, hidden
 
 
+@torch.no_grad()
+def lost_by(model, original, sequences):
+    """The divergence of a model from the original, summed over all tokens."""
+    total = 0.0
+    for sequence in sequences:
+        pair = (each(sequence[None]).logits[0].log_softmax(-1) for each in (model, original))
+        total += float(torch.nn.functional.kl_div(*pair, reduction="sum", log_target=True))
+    return total
+
+
 @pytest.mark.parametrize(
     ("family", "writers"),
     slow_but(
@@ -161,14 +171,7 @@ def test_it_comes_nearer_to_the_original_than_without(llama, measured_family, tm
         other = load_model(open_source(llama), dtype=torch.float32)
         for name in artifact.linears:
             other.get_submodule(name).weight.data.copy_(artifact.decode(name).weight.dequantize())
-        lost = 0.0
-        with torch.no_grad():
-            for sequence in sequences_of(measured):
-                pair = (
-                    model(sequence[None]).logits[0].log_softmax(-1) for model in (other, original)
-                )
-                lost += float(torch.nn.functional.kl_div(*pair, reduction="sum", log_target=True))
-        found[fits] = lost
+        found[fits] = lost_by(other, original, sequences_of(measured))
     assert found[True] < 0.8 * found[False]
 
 
@@ -209,6 +212,14 @@ def test_the_record_and_the_key_say_so(llama, measured_family, tmp_path):
     export.run(ExportJob(source=tmp_path / "True", output=tmp_path / "artifact"), QUIET)
     assert "weights refitted" in (tmp_path / "artifact" / "README.md").read_text()
     assert files(tmp_path / "True") != files(tmp_path / "False")
+    record = json.loads((tmp_path / "True" / "layers" / "00001.json").read_text())["decisions"]
+    assert all(0 < told["refit"] < 1 for told in record.values())
+    first = json.loads((tmp_path / "True" / "layers" / "00000.json").read_text())["decisions"]
+    moved = {name.rpartition(".")[2]: told["refit"] for name, told in first.items()}
+    assert moved["q_proj"] == moved["k_proj"] == moved["v_proj"] == 0  # nothing lies before them
+    assert moved["o_proj"] > 0
+    plain = json.loads((tmp_path / "False" / "layers" / "00001.json").read_text())["decisions"]
+    assert not any("refit" in told for told in plain.values())
 
 
 def test_experts_are_not_refitted_and_what_is_beside_them_is(
@@ -333,4 +344,17 @@ def test_best_tunes_what_it_refitted(llama, tmp_path, text_files):
     folder = made(llama, folder, tmp_path / "q", entry)
     told = json.loads((folder / "quantize.json").read_text())
     assert told["plan"]["refit"] is True
-    assert exported(folder, tmp_path / "a").linears
+    decisions = json.loads((folder / "layers" / "00001.json").read_text())["decisions"]
+    tuned = decisions["model.layers.1.mlp.down_proj"]["tune"]
+    assert 0 < tuned["divergence"] < tuned["divergence_start"]
+    # the original's predictions are those of the original, whose states passed through it twice
+    artifact = exported(folder, tmp_path / "a")
+    other, original = (load_model(open_source(llama), dtype=torch.float32) for _ in range(2))
+    norms = [name for name, _ in other.named_parameters() if "norm" in name]
+    for name, tensor in artifact.read(norms).items():
+        other.get_parameter(name).data.copy_(tensor)
+    for name in artifact.linears:
+        other.get_submodule(name).weight.data.copy_(artifact.decode(name).weight.dequantize())
+    sequences = sequences_of(tmp_path / "measured")
+    lost = lost_by(other, original, sequences) / sum(map(len, sequences))
+    assert tuned["divergence"] == pytest.approx(lost, rel=0.03)  # by products in bfloat16
