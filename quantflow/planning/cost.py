@@ -378,7 +378,8 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
             peaks += [(held + whole + halves[index], 0), (held + own, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.refit:
-            done += FLOAT * rows * k  # as it runs, for the groups after it
+            # as it runs, for the groups after it
+            done += FLOAT * rows * k if refits(model, plan, index) else 0
         elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
     return peaks
@@ -434,7 +435,8 @@ def refitting_moments(
                 ),
                 (held + HESSIAN_SUM.nbytes(k) + sums + none, one - none),
             ]
-        held += FLOAT * width * k + sum(_encoded_bytes(model, plan, name) for name in names)
+            held += FLOAT * width * k
+        held += sum(_encoded_bytes(model, plan, name) for name in names)
     return moments
 
 
@@ -457,7 +459,7 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
         held += FLOAT * rows * k if refits(model, plan, index) else 0
         turns.append((held, rows, k))
         if plan.refit:
-            done += FLOAT * rows * k
+            done += FLOAT * rows * k if refits(model, plan, index) else 0
         elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
         else:

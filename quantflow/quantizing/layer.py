@@ -445,7 +445,8 @@ def _quantize_groups(
             encoded |= rounded.encoded
             waiting |= rounded.waiting
             if refit is not None:
-                refit.put({name: linear.tensors for name, linear in rounded.encoded.items()})
+                tensors = {name: linear.tensors for name, linear in rounded.encoded.items()}
+                refit.put(opened.layer.groups[number], tensors)
             del rounded  # before the next group is quantized
     if plan.learned is not None and waiting:
         waiting = learn(

@@ -63,10 +63,15 @@ class LayerRefit:
         self._opened, self._text, self._writers = opened, text, tuple(writers)
         self._quantized: dict[str, QuantLinear] = {}
 
-    def put(self, linears: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Let later groups read what quantized linears put out: name -> its file's tensors."""
+    def put(self, group: LinearGroup, linears: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Let later groups read what a quantized group puts out; none reads what experts do.
+
+        Args:
+            group: the group.
+            linears: name -> its file's tensors.
+        """
         opened = self._opened
-        for name, tensors in linears.items():
+        for name, tensors in linears.items() if group.expert is None else ():
             scheme = opened.plan.schemes[name]
             if scheme is not None:
                 quantized = FORMATS[DEFAULT].decode(name, tensors, scheme).to(opened.device.kind)
