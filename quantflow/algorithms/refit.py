@@ -13,7 +13,8 @@ is least for
 
 and a rounding Q of W* loses tr((W* - Q) C (W* - Q)^T) more, so it is rounded by C as its Hessian.
 All sums are over the calibration text. The damping keeps W* near W in directions that the text
-hardly has. Sources: Li et al. 2025, "GPTAQ", arXiv:2504.02692, and Zhang et al. 2025, "Qronos",
+hardly has, and is the larger the fewer tokens there are: a share of `DAMPING` + I / N of C's mean
+diagonal for N tokens, since W* has I numbers for each output to learn from them. Sources: Li et al. 2025, "GPTAQ", arXiv:2504.02692, and Zhang et al. 2025, "Qronos",
 arXiv:2505.11695, for D; Lin, Wan 2025, "LoaQ", arXiv:2509.06297, for R.
 """
 
@@ -28,7 +29,8 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.support import Refusal, Supports
 from quantflow.errors import StatisticsError
 from quantflow.numerics.cholesky import cholesky_
-from quantflow.observers.hessian import HessianObserver, add_products_
+from quantflow.numerics.statistics import COUNT
+from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, add_products_
 
 NAME: str = "refit"
 VERSION: int = 1
@@ -42,8 +44,8 @@ SUPPORTS = Supports(
     ),
 )
 
-# A constant, since it is part of the result: the damping over C's mean diagonal. On tiny-llama at
-# W2A16 0.03 and 0.3 are within 2 % of it (docs/accuracy.md).
+# A constant, since it is part of the result: the damping over C's mean diagonal, for many tokens. On
+# tiny-llama at W2A16 0.03 and 0.3 are within 3 % of it (docs/accuracy.md).
 DAMPING = 0.1
 _ROWS = 256  # rows that are solved for at once
 
@@ -84,7 +86,7 @@ class RefitSums:
     def refitted(
         self,
         weights: Mapping[str, Tensor],
-        hessian_sum: Tensor,
+        statistics: Mapping[str, Tensor],
         *,
         workers: Workers = SEQUENTIAL,
     ) -> dict[str, Tensor]:
@@ -92,19 +94,21 @@ class RefitSums:
 
         Args:
             weights: name -> W, [O, I], any float dtype.
-            hessian_sum: C, [I, I].
+            statistics: those that `statistics` returned.
             workers: run rows; how many there are changes nothing but the time.
 
         Raises:
             StatisticsError: the sums are not finite.
         """
         name = next(iter(weights))
+        hessian_sum, tokens = statistics[HESSIAN_SUM.name], int(statistics[COUNT.name])
         diagonal = hessian_sum.diagonal().double()
         alive = diagonal > 0
         if not alive.any():
             return {name: weight.float() for name, weight in weights.items()}
         factor = hessian_sum.clone()
-        factor.diagonal().add_(float(DAMPING * diagonal[alive].mean()))
+        share = DAMPING + len(diagonal) / tokens
+        factor.diagonal().add_(float(share * diagonal[alive].mean()))
         if not cholesky_(factor, workers=workers):
             raise StatisticsError(
                 f"{name}: the second moment of its quantized inputs holds NaN or Inf",

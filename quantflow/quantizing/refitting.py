@@ -30,7 +30,6 @@ from quantflow.models.capture import State
 from quantflow.models.family import FAMILIES
 from quantflow.models.graph import LinearGroup
 from quantflow.models.hooks import watch
-from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer, reference_linear
@@ -91,7 +90,7 @@ class LayerRefit:
         statistics = sums.statistics()
         weights = sums.refitted(
             {name: opened.weight(name) for name in names},
-            statistics[HESSIAN_SUM.name],
+            statistics,
             workers=execution.workers,
         )
         give_back_holes()

@@ -28,8 +28,7 @@ def told(*, features=FEATURES, hidden=HIDDEN, drifted=True):
 
 def fitted(sums, weight, **options):
     statistics = sums.statistics()
-    hessian = statistics["hessian_sum"]
-    return sums.refitted({"a": weight}, hessian, **options)["a"], statistics
+    return sums.refitted({"a": weight}, statistics, **options)["a"], statistics
 
 
 @pytest.mark.parametrize("hidden", [0, HIDDEN])
@@ -38,7 +37,8 @@ def test_weights_are_the_damped_least_squares_of_all_tokens(hidden):
     weight = random(HIDDEN, FEATURES, seed=5)
     result, statistics = fitted(sums, weight)
     aims = x @ weight.T + (gap if hidden else 0)
-    strength = DAMPING * float((seen.double() ** 2).sum(0).mean())
+    share = DAMPING + FEATURES / sum(SEQUENCES)
+    strength = share * float((seen.double() ** 2).sum(0).mean())
     # by numpy: rows of the damping stand below those of the tokens
     left = np.concatenate([seen.double(), strength**0.5 * np.eye(FEATURES)])
     right = np.concatenate([aims.double(), strength**0.5 * weight.double().T])
