@@ -14,8 +14,9 @@ is least for
 and a rounding Q of W* loses tr((W* - Q) C (W* - Q)^T) more, so it is rounded by C as its Hessian.
 All sums are over the calibration text. The damping keeps W* near W in directions that the text
 hardly has, and is the larger the fewer tokens there are: a share of `DAMPING` + I / N of C's mean
-diagonal for N tokens, since W* has I numbers for each output to learn from them. Sources: Li et al. 2025, "GPTAQ", arXiv:2504.02692, and Zhang et al. 2025, "Qronos",
-arXiv:2505.11695, for D; Lin, Wan 2025, "LoaQ", arXiv:2509.06297, for R.
+diagonal for N tokens, since W* has I numbers for each output to learn from them. Sources: Li et al.
+2025, "GPTAQ", arXiv:2504.02692, and Zhang et al. 2025, "Qronos", arXiv:2505.11695, for D; Lin, Wan
+2025, "LoaQ", arXiv:2509.06297, for R.
 """
 
 from collections.abc import Mapping
@@ -44,8 +45,8 @@ SUPPORTS = Supports(
     ),
 )
 
-# A constant, since it is part of the result: the damping over C's mean diagonal, for many tokens. On
-# tiny-llama at W2A16 0.03 and 0.3 are within 3 % of it (docs/accuracy.md).
+# A constant, since it is part of the result: the damping over C's mean diagonal, for many tokens.
+# On tiny-llama at W2A16 0.03 and 0.3 are within 3 % of it (docs/accuracy.md).
 DAMPING = 0.1
 _ROWS = 256  # rows that are solved for at once
 
