@@ -145,10 +145,11 @@ def test_a_stopped_run_in_bfloat16_goes_on_to_the_same_bytes(
     "entry",
     [
         replace(GPTQ, quantized_inputs=True),
+        replace(GPTQ, refit=True),
         replace(GPTQ, algorithm="signround", signround=SignRound(iterations=5)),
         replace(GPTQ, algorithm="rtn", transforms=({"awq": {}},)),
     ],
-    ids=["quantized inputs", "signround", "awq"],
+    ids=["quantized inputs", "refit", "signround", "awq"],
 )
 def test_a_result_names_the_dtype_in_which_its_text_ran(
     entry: Quantize, llama: Path, measurement: Path, tmp_path: Path
