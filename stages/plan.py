@@ -191,7 +191,8 @@ def _token(token: Mapping[str, Any]) -> str:
 
 def _artifact(artifact: Mapping[str, Any]) -> list[str]:
     coverage = artifact["coverage"]
-    algorithm = " ".join([*artifact["transforms"], artifact["algorithm"]])
+    refit = ["refit"] if artifact["refit"] else []
+    algorithm = " ".join([*artifact["transforms"], *refit, artifact["algorithm"]])
     algorithm += f", {artifact['tune']} steps of tuning" if artifact["tune"] else ""
     head = f" and a head of {artifact['head']}" if artifact["head"] else ""
     path = ("" if artifact["kv_cache"] is None else f"cache {artifact['kv_cache']}, ") + artifact[

@@ -21,7 +21,7 @@ import torch
 
 from quantflow import cpu_threads, process_memory
 from quantflow.accelerators import is_gpu, kind_of
-from quantflow.algorithms import TUNE
+from quantflow.algorithms import REFIT, TUNE
 from quantflow.core.determinism import products
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
@@ -377,6 +377,7 @@ def _artifact(
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.method,
+        REFIT: plan.refit,
         TUNE: None if plan.tune is None else plan.tune.steps,
         "transforms": [transform for transform, _ in plan.transforms],
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),

@@ -329,6 +329,14 @@ def test_good_and_best_refit_below_8_bits_unless_told_not_to(scheme, words, fits
     assert refit_of(entry) == fits
 
 
+def test_plan_names_it(llama, capsys):
+    words = ["plan", str(llama), "--for", "W4A16:best,W4A16:gptq", "--group-size", "32"]
+    assert exit_code(cli, words) == 0
+    said = capsys.readouterr().out
+    assert "W4A16 by smoothquant refit yaqa, layer by layer" in said
+    assert "W4A16 by gptq, layer by layer" in said
+
+
 def test_best_tunes_what_it_refitted(llama, tmp_path, text_files):
     folder = measure.run(
         MeasureJob(
