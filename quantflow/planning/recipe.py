@@ -375,8 +375,8 @@ class Quantize:
     Null stands for the value of the scheme's preset; for `quantized_inputs`, for the one that
     measured better. With one of `BOUNDS` every linear of a layer that `overrides` does not name
     gets one of the `candidates`, by measured sensitivities. `refit` null refits only where
-    `algorithm` is good or best and weights have less than 8 bits; `tune` null tunes where they are
-    and weights alone are quantized, to 2 bits, or below 8 without `refit`.
+    `algorithm` is good or best and weights have less than 8 bits; `tune` null tunes only there
+    and where inputs stay as they are: at 2 bits, without `refit` below 8.
     """
 
     name: str = setting(help="Name of the artifact and of its folder.")
