@@ -138,7 +138,7 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
     readme = ROOT / "README.md"
     losses = _losses(peers_picture.table)
     compared = peers_picture.table(readme, "model | scheme")
-    assert len(compared) == 12
+    assert len(compared) == 11
     for row in compared:
         programs = losses[row["model"], row["scheme"]]
         ours = programs["quantflow " + row["quantflow"]]
@@ -193,7 +193,7 @@ def test_the_figures_of_the_page_about_choosing_are_those_of_the_tables(monkeypa
                 compared += 1
         for column in ("prompt", "decode", "decode, 8 at once"):
             assert not row[column] or row[column] == speeds[scheme][column], row
-    assert compared == 8
+    assert compared == 7
     sys.modules.pop("peers_picture")
 
 

@@ -1,9 +1,9 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
 ALGORITHMS quantize the linears that share an input. BLOCK_ALGORITHMS go on from there, with all
-linears of a decoder layer and the layer itself. `refit` changes the
-weights that an algorithm rounds, before it. `tune` works with all linears of the model, after
-either. COMBINATIONS are words of recipes that stand for several of them, by scheme.
+linears of a decoder layer and the layer itself. `refit` changes the weights that an algorithm
+rounds, before it. `tune` works with all linears of the model, after either. COMBINATIONS are words
+of recipes that stand for several of them, by scheme.
 """
 
 from collections.abc import Callable, Mapping
@@ -212,7 +212,7 @@ COMBINATIONS: dict[str, Combination] = {
 
 
 def supports_of(name: str) -> Supports:
-    """The combinations that an algorithm supports; block algorithms and `tune` included."""
+    """The combinations that an algorithm of any table supports, or `refit` or `tune`."""
     if name in ALGORITHMS:
         return ALGORITHMS[name].SUPPORTS
     if name in BLOCK_ALGORITHMS:

@@ -167,13 +167,14 @@ class Plan:
         """Whether calibration text runs through the model again, layer by layer."""
         return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learns
 
-    @property
-    def collects(self) -> bool:
-        """Whether statistics are collected while the original's text runs through a dense layer."""
-        hessians = self.needs_hessian and (self.searches_hessian or not self.refit)
-        return (
-            hessians or self.needs_rows or bool(self.observed) or (self.learns and not self.refit)
-        )
+    def collects(self, *, experts: bool) -> bool:
+        """Whether a layer's statistics are collected while the original's text runs through it.
+
+        A dense layer that is refitted needs none but those of its searches.
+        """
+        if not self.refit:
+            return self.needs_text
+        return experts or self.searches_hessian or self.needs_rows or bool(self.observed)
 
     @property
     def learns(self) -> bool:

@@ -159,7 +159,7 @@ def quantize_layer(
     plan = opened.plan
     # 1. statistics; the original layer's answer to the canary comes first, for the proof of step 2
     original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
-    collects = plan.collects or opened.layer.experts > 0
+    collects = plan.collects(experts=opened.layer.experts > 0)
     traffic = collect_traffic(opened, text, execution=execution) if collects else Traffic()
     hessians = traffic.hessians
     routed = measured.routed if traffic.routed is None else traffic.routed
