@@ -34,7 +34,7 @@ from quantflow.numerics.statistics import COUNT
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, add_products_
 
 NAME: str = "refit"
-VERSION: int = 1
+VERSION: int = 2
 _LEAVE_OUT = "give `--no-refit`, in a recipe `refit: false`"
 SUPPORTS = Supports(
     layer_inputs=Refusal(
@@ -84,6 +84,34 @@ class RefitSums:
         """`hessian_sum` [I, I], which is C, and `count` []; C is taken out."""
         return self.moment.take()
 
+    def solver(
+        self, statistics: Mapping[str, Tensor], *, name: str, workers: Workers = SEQUENTIAL
+    ) -> "Solver":
+        """What solves for W* of the linears that share the input.
+
+        Args:
+            statistics: those that `statistics` returned.
+            name: a linear, for errors.
+            workers: factorize; how many there are changes nothing but the time.
+
+        Raises:
+            StatisticsError: the sums are not finite.
+        """
+        hessian_sum, tokens = statistics[HESSIAN_SUM.name], int(statistics[COUNT.name])
+        diagonal = hessian_sum.diagonal().double()
+        alive = diagonal > 0
+        if not alive.any():
+            return Solver(factor=None, drift=self.drift, residual=self.residual)
+        factor = hessian_sum.clone()
+        share = DAMPING + len(diagonal) / tokens
+        factor.diagonal().add_(float(share * diagonal[alive].mean()))
+        if not cholesky_(factor, workers=workers):
+            raise StatisticsError(
+                f"{name}: the second moment of its quantized inputs holds NaN or Inf",
+                "look at the errors of the layers before it, or give `--no-refit`",
+            )
+        return Solver(factor=factor, drift=self.drift, residual=self.residual)
+
     def refitted(
         self,
         weights: Mapping[str, Tensor],
@@ -101,26 +129,41 @@ class RefitSums:
         Raises:
             StatisticsError: the sums are not finite.
         """
-        name = next(iter(weights))
-        hessian_sum, tokens = statistics[HESSIAN_SUM.name], int(statistics[COUNT.name])
-        diagonal = hessian_sum.diagonal().double()
-        alive = diagonal > 0
-        if not alive.any():
-            return {name: weight.float() for name, weight in weights.items()}
-        factor = hessian_sum.clone()
-        share = DAMPING + len(diagonal) / tokens
-        factor.diagonal().add_(float(share * diagonal[alive].mean()))
-        if not cholesky_(factor, workers=workers):
-            raise StatisticsError(
-                f"{name}: the second moment of its quantized inputs holds NaN or Inf",
-                "look at the errors of the layers before it, or give `--no-refit`",
-            )
+        solver = self.solver(statistics, name=next(iter(weights)), workers=workers)
         return {
-            name: self._solved(name, weight, factor, workers=workers)
-            for name, weight in weights.items()
+            name: solver.refitted(name, weight, workers=workers) for name, weight in weights.items()
         }
 
-    def _solved(self, name: str, weight: Tensor, factor: Tensor, *, workers: Workers) -> Tensor:
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solver:
+    """The sums over the calibration text, ready for any weight that reads the input.
+
+    Attributes:
+        factor: Cholesky factor of C + damping I in its lower triangle, [I, I]; None where no token
+            came.
+        drift: D, [I, I].
+        residual: R, [O, I] of the one linear that it is for; None without.
+    """
+
+    factor: Tensor | None
+    drift: Tensor
+    residual: Tensor | None
+
+    def refitted(self, name: str, weight: Tensor, *, workers: Workers = SEQUENTIAL) -> Tensor:
+        """W* of a linear, [O, I] float32.
+
+        Args:
+            name: the linear, for errors.
+            weight: W, [O, I], any float dtype.
+            workers: run rows; how many there are changes nothing but the time.
+
+        Raises:
+            StatisticsError: the result is not finite.
+        """
+        factor = self.factor
+        if factor is None:
+            return weight.float()
         result = torch.empty(weight.shape, device=weight.device)
 
         def solve(rows: slice) -> bool:
@@ -147,7 +190,8 @@ class Refitted:
 
     Attributes:
         weights: name -> W*, [O, I] float32.
-        statistics: `hessian_sum` and `count` of the quantized model's input.
+        statistics: `hessian_sum` and `count` of the quantized model's input; empty where linears
+            are rounded by the Hessian that they have.
     """
 
     weights: Mapping[str, Tensor]

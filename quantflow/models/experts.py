@@ -83,10 +83,19 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs down(act(gate(x)) * up(x)), [n, H] of [n, H]."""
-        gate, *up = (getattr(self, name)(x) for name in self.names.inputs)
-        inner = self._join(gate, *up) if up else self.act_fn(gate)
-        output: Tensor = getattr(self, self.names.down)(inner)
+        output: Tensor = getattr(self, self.names.down)(self.inner(x, {}))
         return output
+
+    def inner(self, x: Tensor, others: Mapping[str, nn.Module]) -> Tensor:
+        """The input of down, [n, I] of [n, H].
+
+        Args:
+            x: rows of the hidden state.
+            others: name of gate or up -> linear that runs in its place.
+        """
+        gate, *up = (others.get(name, getattr(self, name))(x) for name in self.names.inputs)
+        joined: Tensor = self._join(gate, *up) if up else self.act_fn(gate)
+        return joined
 
 
 @dataclass(frozen=True, kw_only=True)

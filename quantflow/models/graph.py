@@ -159,6 +159,15 @@ class Layer:
                 first_linears.setdefault(group.expert, group.linears[0])
         return first_linears
 
+    def turn(self, group: LinearGroup) -> int:
+        """1 for linears of an expert that read what all experts read, 2 for those behind, else 0.
+
+        Gate and up have 1, down has 2.
+        """
+        if group.expert is None:
+            return 0
+        return 1 if self.gates[group.expert] == group.linears[0] else 2
+
     def inside(self, name: str) -> str:
         """A full name of this layer without the layer's own: `self_attn.q_proj`."""
         return name.removeprefix(f"{self.prefix}.")

@@ -12,6 +12,8 @@ their states and updates take.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -370,7 +372,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
         if plan.needs_gradients and plan.rotation is not None:
             factor += max(output_blocks.rotation_bytes(o) for o in outputs)
-        factor += FLOAT * rows * k if refits(model, plan, index) else 0  # refitted weights
+        factor += FLOAT * rows * k if plan.refit else 0  # refitted weights
         own = whole + factor + rows * k + encoded
         if model.layer.shares[index] < 1 and k <= SIDE_BY_SIDE:
             peaks.append((held, max(whole + halves[index], own + each)))
@@ -379,37 +381,34 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[MemoryPeak]:
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.refit:
             # as it runs, for the groups after it
-            done += FLOAT * rows * k if refits(model, plan, index) else 0
+            done += FLOAT * rows * k if model.layer.turns[index] < 2 else 0
         elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
     return peaks
 
 
-def refits(model: ModelSize, plan: Plan, index: int) -> bool:
-    """Whether a group's weights are refitted; those of experts are not."""
-    return plan.refit and model.layer.shares[index] == 1
-
-
 def half_hessians(model: ModelSize, plan: Plan, *, rows: int = ROWS) -> list[int]:
     """The bytes of each group's Hessian while the original's text runs, in strips of so many rows.
 
-    A group that is refitted has one of its own later.
+    A group that is refitted has one of its own later, but for those of experts.
     """
     return [
         observer_bytes(k, rows=rows)
-        if plan.needs_hessian and (plan.searches_hessian or not refits(model, plan, index))
+        if plan.needs_hessian and (plan.searches_hessian or not plan.refit or turn)
         else 0
-        for index, (_, _, k) in enumerate(model.layer.groups)
+        for (_, _, k), turn in zip(model.layer.groups, model.layer.turns, strict=True)
     ]
 
 
 def refitting_moments(
     model: ModelSize, plan: Plan, tokens: int, *, rows: int = ROWS
 ) -> list[tuple[int, int]]:
-    """Memory while a group's sums are taken, and while its weights are solved for.
+    """Memory while sums are taken, and while weights are solved for, in the order of both.
 
-    Held are all weights of the layer, the groups before it as they run and as they are encoded, and
+    Held are all weights of the layer, the groups before as they run and as they are encoded, and
     half Hessians of experts. Each worker runs a sequence, and has another's input and hidden state.
+    The sums are those of a group, of what all experts read, or of what each expert's last linear
+    reads, which all are there at once.
 
     Args:
         model: sizes of the model.
@@ -417,26 +416,34 @@ def refitting_moments(
         tokens: tokens of the longest sequence.
         rows: rows of a strip of a Hessian.
     """
-    moments = []
-    held = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
+    moments: list[tuple[int, int]] = []
+    if not plan.refit:
+        return moments
+    layer = model.layer
+    held = FLOAT * layer.elements if plan.in_float32 else layer_as_stored(model)
     held += sum(half_hessians(model, plan, rows=rows))
-    for index, (names, outputs, k) in enumerate(model.layer.groups):
-        width = sum(outputs)
-        if refits(model, plan, index):
-            hidden = model.hidden if len(outputs) == 1 else 0
-            sums = refit.sums_bytes(k, hidden=hidden)
-            seen = FLOAT * tokens * (k + hidden)
+    for turn, found in groupby(
+        sorted(zip(layer.turns, layer.groups, layer.shares, strict=True), key=itemgetter(0)),
+        itemgetter(0),
+    ):
+        same = [(group, share) for _, group, share in found]
+        for batch in [[one] for one in same] if turn == 0 else [same]:
+            (_, outputs, k), _ = batch[0]
+            hidden = model.hidden if turn == 0 and len(outputs) == 1 else 0
+            solvers = len(batch) if turn == 2 else 1
+            sent = sum(share for _, share in batch) if turn == 2 else 1
+            sums = solvers * (observer_bytes(k, rows=rows) + refit.sums_bytes(k, hidden=hidden))
+            seen = math.ceil(FLOAT * tokens * (k * sent + hidden))
+            width = max(sum(outputs) for (_, outputs, _), _ in batch)
             none, one = (refit.working_bytes(k, width, workers=count) for count in (0, 1))
             adding = folding_bytes(k, tokens) + seen
-            moments += [
-                (
-                    held + observer_bytes(k, rows=rows) + sums + adding,
-                    forward_bytes(model, tokens) + 2 * seen,
-                ),
-                (held + HESSIAN_SUM.nbytes(k) + sums + none, one - none),
-            ]
-            held += FLOAT * width * k
-        held += sum(_encoded_bytes(model, plan, name) for name in names)
+            moments.append((held + sums + adding, forward_bytes(model, tokens) + 2 * seen))
+            whole = HESSIAN_SUM.nbytes(k) + none
+            before = sums - observer_bytes(k, rows=rows)
+            for (names, outputs, _), _ in batch:
+                as_run = FLOAT * sum(outputs) * k if turn < 2 else 0
+                held += as_run + sum(_encoded_bytes(model, plan, name) for name in names)
+            moments.append((held - as_run + before + whole, one - none))
     return moments
 
 
@@ -456,10 +463,10 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
         hessian = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         held = left + sum(halves[index + 1 :]) + hessian + done
         held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
-        held += FLOAT * rows * k if refits(model, plan, index) else 0
+        held += FLOAT * rows * k if plan.refit else 0
         turns.append((held, rows, k))
         if plan.refit:
-            done += FLOAT * rows * k if refits(model, plan, index) else 0
+            done += FLOAT * rows * k if model.layer.turns[index] < 2 else 0
         elif plan.learned is None:
             left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
         else:

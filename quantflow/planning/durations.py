@@ -143,7 +143,9 @@ class Speed:
         rounding = self.gptq.get(plan.name)
         token, hessian = self.narrow.get(plan.name, (self.token, self.hessian))
         for layer in model.layers:
-            for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
+            for (names, outputs, k), share, turn in zip(
+                layer.groups, layer.shares, layer.turns, strict=True
+            ):
                 rows = sum(
                     width
                     for name, width in zip(names, outputs, strict=True)
@@ -151,8 +153,9 @@ class Speed:
                 )
                 if rounding is not None:
                     rounds += rounding.seconds(rows, k)
-                    # half of a matrix, and a whole one beside it where weights are refitted
-                    sums = 3 if plan.refit and share == 1 else 1
+                    # half of a matrix; where weights are refitted a whole one beside it, and of
+                    # experts both beside the half
+                    sums = {0: 3, 1: 1, 2: 4}[turn] if plan.refit else 1
                     work += sums * hessian * share * tokens * k * k
                 else:
                     rounds += self.rounded[plan.name] * rows * k
@@ -160,8 +163,9 @@ class Speed:
         runs = passes * len(lengths)
         if plan.refit:
             # the original's once more to the layer's end; and both to each group, on the mean
-            # through half of the layer
-            runs += len(lengths) * (1 + sum(share == 1 for share in model.layer.shares))
+            # through half of the layer; experts go together
+            turns = model.layer.turns
+            runs += len(lengths) * (1 + turns.count(0) + len({*turns} - {0}))
         if plan.learned is not None:
             options = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
             runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **options)

@@ -186,10 +186,11 @@ class Plan:
         """Whether the text also runs through the quantized layers while they are quantized."""
         return self.learned is not None or self.refit
 
-    def refits(self, group: LinearGroup) -> bool:
-        """Whether a group's weights are fitted to the inputs of the quantized model.
+    def rounds_by_refit(self, group: LinearGroup) -> bool:
+        """Whether a group is rounded by the Hessian of the inputs that it is refitted to.
 
-        Those of experts are not: other tokens are sent to them there.
+        Those of experts are rounded by that of the original's, which the policy for few tokens
+        treats.
         """
         return self.refit and group.expert is None
 

@@ -39,6 +39,7 @@ class LayerSize:
         folds: for each group, whether factors can be folded into what makes its input.
         shares: for each group, the share of the tokens that goes through it; for an expert, chosen
             experts / experts.
+        turns: for each group, what `quantflow.models.graph.Layer.turn` says of it.
         sparse: whether the layer has experts.
     """
 
@@ -48,6 +49,7 @@ class LayerSize:
     largest: tuple[int, int]
     folds: tuple[bool, ...]
     shares: tuple[float, ...]
+    turns: tuple[int, ...]
     sparse: bool
 
     @property
@@ -146,6 +148,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
                     1.0 if group.expert is None else layer.chosen / layer.experts
                     for group in layer.groups
                 ),
+                turns=tuple(map(layer.turn, layer.groups)),
                 sparse=layer.experts > 0,
             )
         )

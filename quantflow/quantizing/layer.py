@@ -425,7 +425,19 @@ def _quantize_groups(
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
     alone = replace(execution, workers=SEQUENTIAL, host_workers=SEQUENTIAL)
-    for numbers in _side_by_side(opened, owned, workers=execution.workers):
+    groups = opened.layer.groups
+
+    def turn(number: int) -> int:
+        return 0 if refit is None else opened.layer.turn(groups[number])
+
+    turns = [
+        numbers
+        for _, same in itertools.groupby(sorted(owned, key=turn), turn)
+        for numbers in _side_by_side(opened, list(same), workers=execution.workers)
+    ]
+    for numbers in turns:
+        if refit is not None:
+            refit.begin(groups[numbers[0]], execution=execution)
         quantize = partial(
             _quantize_group,
             opened,
@@ -439,14 +451,14 @@ def _quantize_groups(
         # groups of an expert differ in size: a worker takes the next one before its turn comes
         results = workers.stream(quantize, numbers, ahead=AHEAD * workers.count)
         for number in numbers:
-            names = map(opened.layer.relative, opened.layer.groups[number].linears)
+            names = map(opened.layer.relative, groups[number].linears)
             execution.progress.doing(", ".join(names))
             rounded = next(results)
             encoded |= rounded.encoded
             waiting |= rounded.waiting
             if refit is not None:
                 tensors = {name: linear.tensors for name, linear in rounded.encoded.items()}
-                refit.put(opened.layer.groups[number], tensors)
+                refit.put(groups[number], tensors)
             del rounded  # before the next group is quantized
     if plan.learned is not None and waiting:
         waiting = learn(
@@ -520,7 +532,8 @@ def _quantize_group(
     plan, group = opened.plan, opened.layer.groups[number]
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
-    refitted = None if refit is None else refit.refit(group, execution=execution)
+    few = group.linears[0] in treatment.few
+    refitted = None if refit is None or few else refit.refit(group, execution=execution)
     statistics = _input_statistics(group, hessians.pop(number, None), treatment)
     if refitted is not None:
         statistics |= refitted.statistics

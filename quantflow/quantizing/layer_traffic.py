@@ -62,7 +62,8 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
         hessians = {
             number: HessianObserver(features=features[number])
             for number in owned
-            if plan.needs_hessian and (plan.searches_hessian or not plan.refits(groups[number]))
+            if plan.needs_hessian
+            and (plan.searches_hessian or not plan.rounds_by_refit(groups[number]))
         }
         others = {
             number: _observers(plan, text, group=groups[number], features=features[number])

@@ -12,7 +12,8 @@ canary proves it: the layer's output less its input has to be the sum of their o
 not (a norm or a factor lies between, the family has no row, experts add too), the drift is left to
 the linears that read the hidden state.
 
-Experts are not refitted: the quantized model sends other tokens to them than the original.
+Experts of a mixture come last, those of all experts at once
+(quantflow/quantizing/refitting_experts.py).
 """
 
 import threading
@@ -21,7 +22,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantflow.algorithms.refit import RefitSums, Refitted
 from quantflow.core.parallel import Workers
@@ -33,6 +34,7 @@ from quantflow.models.hooks import watch
 from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer, reference_linear
+from quantflow.quantizing.refitting_experts import ExpertsRefit
 from quantflow.runtime.linear import QuantLinear
 
 # ||change - writers' outputs||^2 / ||change||^2 of the canary's hidden state: float32 sums in
@@ -61,31 +63,53 @@ class LayerRefit:
         """
         self._opened, self._text, self._writers = opened, text, tuple(writers)
         self._quantized: dict[str, QuantLinear] = {}
+        self._experts = (
+            ExpertsRefit(opened, text, installed=self._installed) if opened.layer.experts else None
+        )
 
     def put(self, group: LinearGroup, linears: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Let later groups read what a quantized group puts out; none reads what experts do.
+        """Let later groups read what a quantized group puts out; none reads what an expert does.
 
         Args:
             group: the group.
             linears: name -> its file's tensors.
         """
         opened = self._opened
-        for name, tensors in linears.items() if group.expert is None else ():
+        for name, tensors in linears.items() if opened.layer.turn(group) < 2 else ():
             scheme = opened.plan.schemes[name]
             if scheme is not None:
                 quantized = FORMATS[DEFAULT].decode(name, tensors, scheme).to(opened.device.kind)
                 self._quantized[name] = reference_linear(quantized, opened.child(name).bias)
 
+    def begin(self, group: LinearGroup, *, execution: Execution) -> None:
+        """Run the text for all experts, before the first of their groups of a turn.
+
+        Args:
+            group: the group that follows.
+            execution: workers that run the sequences.
+
+        Raises:
+            StatisticsError: the quantized layers put out NaN or Inf.
+        """
+        if group.expert is not None and self._experts is not None:
+            self._experts.begin(group, execution=execution)
+
     def refit(self, group: LinearGroup, *, execution: Execution) -> Refitted | None:
-        """A group's weights as they aim at the original's outputs; None for an expert's group.
+        """A group's weights as they aim at the original's outputs; None where they stay.
 
         Raises:
             StatisticsError: the quantized layers put out NaN or Inf.
         """
         opened = self._opened
         names = [name for name in group.linears if opened.plan.schemes[name] is not None]
-        if group.expert is not None or not names:
+        if not names:
             return None
+        if group.expert is not None:
+            return (
+                None
+                if self._experts is None
+                else self._experts.refit(group, names, execution=execution)
+            )
         sums = self._summed(group, execution=execution)
         statistics = sums.statistics()
         weights = sums.refitted(
@@ -99,6 +123,7 @@ class LayerRefit:
     def end(self, *, workers: Workers) -> None:
         """Bring the original's hidden states behind the layer, where its text says so."""
         self._quantized.clear()
+        self._experts = None
         if self._text.keep_outputs:
             self._opened.stream.advance(self._opened.module, self._text.states, workers=workers)
 
@@ -169,17 +194,21 @@ class LayerRefit:
             yield from execution.workers.stream(unit, states)
 
     @contextmanager
-    def _installed(self) -> Iterator[None]:
-        """Put the linears that are quantized into the layer until the block ends."""
+    def _installed(self) -> Iterator[Mapping[str, nn.Module]]:
+        """Put the linears that are quantized into the layer until the block ends.
+
+        Yields:
+            Name -> the linear that was in its place.
+        """
         module, layer = self._opened.module, self._opened.layer
-        own = {name: self._opened.child(name) for name in self._quantized}
+        own: dict[str, nn.Module] = {name: self._opened.child(name) for name in self._quantized}
         try:
             for name, linear in self._quantized.items():
                 module.set_submodule(layer.relative(name), linear)
-            yield
+            yield own
         finally:
-            for name, linear in own.items():
-                module.set_submodule(layer.relative(name), linear)
+            for name, former in own.items():
+                module.set_submodule(layer.relative(name), former)
 
 
 def writers_of(

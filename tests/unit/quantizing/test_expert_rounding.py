@@ -391,12 +391,19 @@ def test_presets_of_a_mixture_are_those_of_a_dense_model_and_plan_counts_their_c
         made(starving, tmp_path / "q", measurement, **LEARNED)
 
 
+@pytest.mark.parametrize("refit", [False, True])
 def test_experts_side_by_side_have_the_bits_of_one_worker(
-    starving, text_files, tmp_path, monkeypatch
+    refit, starving, text_files, tmp_path, monkeypatch
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     entry = Quantize(
-        name="x", scheme="W4A16", algorithm="gptq", group_size=32, experts="damp", expert_tokens=8
+        name="x",
+        scheme="W4A16",
+        algorithm="gptq",
+        group_size=32,
+        experts="damp",
+        expert_tokens=8,
+        refit=refit,
     )
     job = MeasureJob(
         model=starving, output=tmp_path / "m", calibration=calibration, options=Measure(stats=())
